@@ -142,8 +142,8 @@ def static_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 @pytest.fixture(scope="session")
 def codecs(exact_engine: EnsembleEngine) -> dict[str, Codec]:
     """Codecs of both real members and of both tiny tokenizers."""
-    found = {m.name: m.codec for m in local_members(exact_engine)}
+    results = {m.name: m.codec for m in local_members(exact_engine)}
     for tokenizer in (byte_level_tokenizer(), metaspace_tokenizer()):
         encoder = PromptEncoder(tokenizer, None, {}, "tiny")
-        found[encoder.kind] = encoder.codec
-    return found
+        results[encoder.kind] = encoder.codec
+    return results

@@ -41,16 +41,16 @@ def test_members_that_draft_the_same_agree() -> None:
 
 
 def test_they_agree_up_to_where_a_draft_leaves_the_segment() -> None:
-    found = agreement_of([judged(" the sea", {"alpha": " the sea", "beta": " the sky"})])
-    assert found == Agreement(pytest.approx((6 + 2 * 0.75) / 8), (Disagreement(6, 8, 0.75),))
+    result = agreement_of([judged(" the sea", {"alpha": " the sea", "beta": " the sky"})])
+    assert result == Agreement(pytest.approx((6 + 2 * 0.75) / 8), (Disagreement(6, 8, 0.75),))
 
 
 def test_text_after_a_shorter_draft_is_unknown_unless_the_draft_ends_there() -> None:
     drafts = {"alpha": " the sea", "beta": " the"}
     assert agreement_of([judged(" the sea", drafts)]) == Agreement(1.0, ())
     ends = (Candidate(" the sea", ("alpha",), False, 2), Candidate(" the", ("beta",), True, 1))
-    found = agreement_of([judged(" the sea", {}, candidates=ends)])
-    assert found == Agreement(pytest.approx((4 + 4 * 0.75) / 8), (Disagreement(4, 8, 0.75),))
+    result = agreement_of([judged(" the sea", {}, candidates=ends)])
+    assert result == Agreement(pytest.approx((4 + 4 * 0.75) / 8), (Disagreement(4, 8, 0.75),))
 
 
 def test_forced_text_and_text_of_a_lone_member_have_no_agreement() -> None:
@@ -62,10 +62,10 @@ def test_forced_text_and_text_of_a_lone_member_have_no_agreement() -> None:
 
 def test_places_are_those_of_the_answer_and_end_with_it() -> None:
     answer = explained([("alpha", " one two"), ("beta", " three four")])
-    found = answer.agreement
-    assert found is not None
-    assert [(place.start, place.end) for place in found.places] == [(1, 8), (9, 19)]
-    assert all(place.share == 0.5 for place in found.places)
+    result = answer.agreement
+    assert result is not None
+    assert [(place.start, place.end) for place in result.places] == [(1, 8), (9, 19)]
+    assert all(place.share == 0.5 for place in result.places)
     cut = replace(answer, text=answer.text[:12]).agreement
     assert cut is not None
     assert cut.places[-1].end == 12
@@ -135,9 +135,9 @@ def test_of_one_kind_those_come_first_that_fewer_votes_are_for() -> None:
 
 
 def test_a_difference_says_whose_words_they_are_and_what_votes_they_had() -> None:
-    [found] = differing([("It is 42.", {"beta": "It is 41."})], {"alpha": 0.75, "beta": 0.25}, over=True).differences
-    assert (found.start, found.end, found.kind, found.share, found.round) == (6, 8, "number", 0.75, 1)
-    assert found.others == (MemberWords("beta", "41", 0.25, score=0.25, own_score=0.5),)
+    [result] = differing([("It is 42.", {"beta": "It is 41."})], {"alpha": 0.75, "beta": 0.25}, over=True).differences
+    assert (result.start, result.end, result.kind, result.share, result.round) == (6, 8, "number", 0.75, 1)
+    assert result.others == (MemberWords("beta", "41", 0.25, score=0.25, own_score=0.5),)
 
 
 def test_words_are_whole_although_rounds_and_drafts_end_within_them() -> None:
@@ -284,8 +284,8 @@ def test_no_text_raises_and_every_result_is_plain_json() -> None:
         rounds = [(text := some(), {"beta": some(), "gamma": text[: chance.randrange(9)] + some()}) for _ in range(4)]
         answer = differing(rounds, THREE, over=chance.random() < 0.5)
         answer = replace(answer, text=answer.text[: chance.randrange(60)])
-        found: list[Any] = [*answer.differences, *answer.fields]
-        for each in found:
+        results: list[Any] = [*answer.differences, *answer.fields]
+        for each in results:
             assert 0 <= each.start <= each.end <= len(answer.text)
             assert each.text == answer.text[each.start : each.end]
             assert each.others or each.share in (None, 1.0)

@@ -9,7 +9,7 @@ from specfuse_shared.agreement import differences_of
 
 def reported(*texts: str) -> list[list[tuple[str, str]]]:
     return [
-        [(text[found.start : found.end], found.kind) for found in differences]
+        [(text[result.start : result.end], result.kind) for result in differences]
         for text, differences in zip(texts, differences_of(texts), strict=True)
     ]
 

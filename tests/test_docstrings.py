@@ -1,4 +1,4 @@
-"""The examples of public docstrings run, and their arguments are those of the functions."""
+"""The examples of public docstrings run, and they document the arguments of the functions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def is_ours(thing: object) -> bool:
 
 def documented() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Name, function and docstring of every public function and method of ours."""
-    seen = set[int]()
+    recorded = set[int]()
     for package in PACKAGES:
         for name in package.__all__:
             thing = getattr(package, name)
-            if id(thing) in seen or not is_ours(thing):
+            if id(thing) in recorded or not is_ours(thing):
                 continue
-            seen.add(id(thing))
+            recorded.add(id(thing))
             if inspect.isfunction(thing):
                 yield name, thing, inspect.getdoc(thing) or ""
             elif inspect.isclass(thing):

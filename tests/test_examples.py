@@ -64,8 +64,8 @@ def test_the_example_names_its_sources(printed: str) -> None:
 @pytest.mark.slow
 @needs_demo_extra
 def test_the_store_is_kept_on_disk_and_used_again(printed: str, store: Path) -> None:
-    [kept] = store.glob("langchain-*")
-    database = next(kept.rglob("storage.sqlite"))
+    [retained] = store.glob("langchain-*")
+    database = next(retained.rglob("storage.sqlite"))
     written = database.stat().st_mtime_ns
     done = run(OTHER_QUESTION, "--store", str(store))
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ def found(text: str) -> dict[str, str]:
 
 
 def after(text: str, at: int, draft: str) -> list[tuple[str, str, bool]]:
-    return [(field.path, said, field.whole) for field, said in JsonText(text).fields_after(at, draft)]
+    return [(field.path, reply, field.whole) for field, reply in JsonText(text).fields_after(at, draft)]
 
 
 def test_paths_are_those_of_the_values() -> None:

@@ -86,10 +86,10 @@ def test_no_name_is_private_or_listed_twice() -> None:
 def test_every_class_that_a_public_signature_names_is_public() -> None:
     known = [thing for thing in public().values() if inspect.isclass(thing)]
     hidden = {
-        f"{name} shows {shown.__module__}.{shown.__qualname__}"
+        f"{name} shows {output.__module__}.{output.__qualname__}"
         for name, thing in public().items()
-        for shown in exposed(thing)
-        if shown not in known
+        for output in exposed(thing)
+        if output not in known
     }
     assert not hidden
 
@@ -127,5 +127,5 @@ def test_every_setting_has_a_docstring(name: str) -> None:
 
 def test_the_reference_shows_every_public_name() -> None:
     pages = Path(__file__).parents[1].joinpath("docs", "api").glob("*.md")
-    shown = {name for page in pages for name in re.findall(r"(?m)^::: [\w.]+\.(\w+)$", page.read_text("utf-8"))}
-    assert set(specfuse_shared.__all__) - shown - {*vars(errors)} == {"Event"}, "Event is the union of those shown"
+    outputs = {name for page in pages for name in re.findall(r"(?m)^::: [\w.]+\.(\w+)$", page.read_text("utf-8"))}
+    assert set(specfuse_shared.__all__) - outputs - {*vars(errors)} == {"Event"}, "Event is the union of those shown"

@@ -32,8 +32,8 @@ def tiny(tiny_members: list[MemberConfig]) -> Iterator[EnsembleEngine]:
 @pytest.fixture(scope="session")
 def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
     """Of a server without a key that offers "tiny", "tiny/chat" and "tiny/base"."""
-    with serving({"tiny": tiny}) as found:
-        yield found
+    with serving({"tiny": tiny}) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def address(client: httpx.Client) -> str:
 
 @pytest.fixture(scope="module")
 def sdk(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as result:
+        yield result
 
 
 @pytest.fixture(scope="session")
 def demo(demo_engine: EnsembleEngine) -> Iterator[httpx.Client]:
     """A server over the real demo ensemble."""
-    with serving({"demo": demo_engine}, max_tokens=48) as found:
-        yield found
+    with serving({"demo": demo_engine}, max_tokens=48) as result:
+        yield result

@@ -112,20 +112,20 @@ def test_metrics_count_requests_and_answers(client: httpx.Client) -> None:
 
 def test_while_members_load_health_says_how_far_they_are(tiny_members: list[MemberConfig]) -> None:
     with EnsembleEngine(EnsembleConfig(tiny_members)) as engine:
-        models, seen, on = Models({"tiny": engine}), list[tuple[int, dict[str, str]]](), threading.Event()
+        models, recorded, on = Models({"tiny": engine}), list[tuple[int, dict[str, str]]](), threading.Event()
         from starlette.testclient import TestClient
 
         with TestClient(build_app(Service(models)), base_url="http://127.0.0.1") as client:
-            asked = client.post("/v1/chat/completions", json=CHAT)
-            assert asked.status_code == 503
-            assert asked.json()["error"]["code"] == "models_loading"
-            assert int(asked.headers["retry-after"]) > 0
+            request = client.post("/v1/chat/completions", json=CHAT)
+            assert request.status_code == 503
+            assert request.json()["error"]["code"] == "models_loading"
+            assert int(request.headers["retry-after"]) > 0
             assert client.get("/v1/models").status_code == 200
 
             def observe(ensemble: str, progress: object, reported: object = models._observe) -> None:
                 reported(ensemble, progress)  # type: ignore[operator]
                 answer = client.get("/health")
-                seen.append((answer.status_code, answer.json()))
+                recorded.append((answer.status_code, answer.json()))
                 on.set()
 
             models._observe = observe  # type: ignore[method-assign]
@@ -133,8 +133,8 @@ def test_while_members_load_health_says_how_far_they_are(tiny_members: list[Memb
             assert client.get("/health").json() == {"status": "ok", "stage": "ready"}
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     assert on.is_set()
-    assert {(code, reported["status"]) for code, reported in seen} == {(503, "loading")}
-    assert any("chat" in reported["stage"] and "weights" in reported["stage"] for _, reported in seen)
+    assert {(code, reported["status"]) for code, reported in recorded} == {(503, "loading")}
+    assert any("chat" in reported["stage"] and "weights" in reported["stage"] for _, reported in recorded)
 
 
 def test_members_that_cannot_be_loaded_are_reported(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": 
 
 def chunks(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
     """The chunks of a stream, which has to end as OpenAI's do."""
-    asked = {"model": "tiny", "stream": True, **({"messages": QUESTION} if "chat" in path else {}), **body}
-    response = client.post(path, json=asked)
+    options = {"model": "tiny", "stream": True, **({"messages": QUESTION} if "chat" in path else {}), **body}
+    response = client.post(path, json=options)
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
     *lines, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert last == "[DONE]"
@@ -43,19 +43,19 @@ def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine
 
 
 def test_a_stream_joined_is_the_whole_answer_with_the_author_of_each_segment(client: httpx.Client) -> None:
-    whole, found = chat(client, max_tokens=20), chunks(client, max_tokens=20, stream_options={"include_usage": True})
-    text = "".join(delta.get("content", "") for delta in deltas(found))
+    whole, result = chat(client, max_tokens=20), chunks(client, max_tokens=20, stream_options={"include_usage": True})
+    text = "".join(delta.get("content", "") for delta in deltas(result))
     assert text == whole["choices"][0]["message"]["content"]
-    assert deltas(found)[0] == {"role": "assistant", "content": ""}
-    assert [chunk.get("usage") for chunk in found[:-1]] == [None] * (len(found) - 1)
-    assert found[-1]["choices"] == []
-    assert found[-1]["usage"] == whole["usage"]
-    assert [c["choices"][0]["finish_reason"] for c in found[:-1]] == [None] * (len(found) - 2) + ["length"]
-    segments = [s for c in found[:-1] for s in c["choices"][0].get("specfuse", {}).get("segments", [])]
+    assert deltas(result)[0] == {"role": "assistant", "content": ""}
+    assert [chunk.get("usage") for chunk in result[:-1]] == [None] * (len(result) - 1)
+    assert result[-1]["choices"] == []
+    assert result[-1]["usage"] == whole["usage"]
+    assert [c["choices"][0]["finish_reason"] for c in result[:-1]] == [None] * (len(result) - 2) + ["length"]
+    segments = [s for c in result[:-1] for s in c["choices"][0].get("specfuse", {}).get("segments", [])]
     assert "".join(text[s["start"] : s["end"]] for s in segments) == text
     assert {s["member"] for s in segments} <= {"chat", "base"}
     assert segments == whole["choices"][0]["specfuse"]["segments"] or len(segments) > 1
-    assert len({chunk["id"] for chunk in found}) == 1
+    assert len({chunk["id"] for chunk in result}) == 1
 
 
 def test_a_stream_without_include_usage_has_none(client: httpx.Client) -> None:
@@ -107,43 +107,43 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
 
 def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The log-probabilities of a stream; each chunk has the ones of the tokens that end in its text."""
-    text, found = "", list[dict[str, Any]]()
+    text, results = "", list[dict[str, Any]]()
     for piece in pieces:
         choice = piece["choices"][0]
         new = choice["delta"].get("content") or ""
         reported = (choice["logprobs"] or {"content": []})["content"]
         assert bool(reported) <= bool(new)
-        text, found = text + new, found + reported
-        assert text.encode().startswith(b"".join(bytes(e["bytes"]) for e in found))
-    assert b"".join(bytes(e["bytes"]) for e in found).decode() == text
-    return found
+        text, results = text + new, results + reported
+        assert text.encode().startswith(b"".join(bytes(e["bytes"]) for e in results))
+    assert b"".join(bytes(e["bytes"]) for e in results).decode() == text
+    return results
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny/chat", "tiny/base"])
 @pytest.mark.parametrize("more", [{}, {"stop": ["e "]}, {"temperature": 1.2, "seed": 3}, {"top_logprobs": 2}], ids=str)
 def test_logprobs_come_with_the_chunks_that_they_are_of(client: httpx.Client, model: str, more: dict[str, Any]) -> None:
-    asked = {"model": model, "max_tokens": 60, "logprobs": True, **more}
-    pieces, whole = chunks(client, **asked), chat(client, **asked)["choices"][0]["logprobs"]["content"]
-    found = streamed(pieces)
+    options = {"model": model, "max_tokens": 60, "logprobs": True, **more}
+    pieces, whole = chunks(client, **options), chat(client, **options)["choices"][0]["logprobs"]["content"]
+    result = streamed(pieces)
     early = sum(bool(piece["choices"][0]["logprobs"]) for piece in pieces[:-2])
     assert early > (len(pieces) / 2 if model == "tiny" else 2), "alone, these members write many halves of characters"
     if model == "tiny":  # alone, these random members write tokens that are none of their text's encoding
-        assert [e["bytes"] for e in found] == [e["bytes"] for e in whole]
-        assert [e["logprob"] for e in found] == pytest.approx([e["logprob"] for e in whole], abs=1e-3)
-    assert [len(e["top_logprobs"]) for e in found] == [more.get("top_logprobs", 0)] * len(found)
+        assert [e["bytes"] for e in result] == [e["bytes"] for e in whole]
+        assert [e["logprob"] for e in result] == pytest.approx([e["logprob"] for e in whole], abs=1e-3)
+    assert [len(e["top_logprobs"]) for e in result] == [more.get("top_logprobs", 0)] * len(result)
 
 
 def test_the_most_probable_tokens_in_each_place_are_reported(client: httpx.Client, tiny: EnsembleEngine) -> None:
     result = tiny.generate(QUESTION, SamplingParams(max_tokens=8, logprobs=True, top_logprobs=3))
     assert result.logprobs is not None
     expected = [[each.token for each in token.top] for token in result.logprobs]
-    asked = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3}
-    entries = chat(client, **asked)["choices"][0]["logprobs"]["content"]
+    options = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+    entries = chat(client, **options)["choices"][0]["logprobs"]["content"]
     assert [[each["token"] for each in entry["top_logprobs"]] for entry in entries] == expected
     for entry in entries:
         assert entry["top_logprobs"] == sorted(entry["top_logprobs"], key=lambda each: -each["logprob"])
         assert all(bytes(each["bytes"]).decode("utf-8", "replace") == each["token"] for each in entry["top_logprobs"])
-    again = streamed(chunks(client, **asked))
+    again = streamed(chunks(client, **options))
     assert [[each["token"] for each in entry["top_logprobs"]] for entry in again] == expected
     plain = chat(client, max_tokens=8, logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in plain)
@@ -246,10 +246,10 @@ def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -
     assert text[0] in "ac"
     count = client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()["count"]
     assert reported["usage"]["completion_tokens"] == count
-    found = chunks(client, **body, stream_options={"include_usage": True})
-    assert "".join(d.get("content", "") for d in deltas(found)) == text
-    assert found[-2]["choices"][0]["finish_reason"] == "length"
-    assert found[-1]["usage"] == reported["usage"]
+    result = chunks(client, **body, stream_options={"include_usage": True})
+    assert "".join(d.get("content", "") for d in deltas(result)) == text
+    assert result[-2]["choices"][0]["finish_reason"] == "length"
+    assert result[-1]["usage"] == reported["usage"]
 
 
 LETTER = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -261,8 +261,8 @@ def test_a_value_and_a_call_that_were_closed_in_time_say_length(client: httpx.Cl
     assert value["finish_reason"] == "length"
     body = {"tools": [{"type": "function", "function": {"name": "note", "parameters": LETTER}}], "max_tokens": 80}
     reported = chat(client, **body, tool_choice="required")["choices"][0]
-    found = chunks(client, **body, tool_choice="required")
-    assert reported["finish_reason"] == found[-1]["choices"][0]["finish_reason"] == "length"
+    result = chunks(client, **body, tool_choice="required")
+    assert reported["finish_reason"] == result[-1]["choices"][0]["finish_reason"] == "length"
     [call] = reported["message"]["tool_calls"]
     with pytest.raises(json.JSONDecodeError):
         json.loads(call["function"]["arguments"])
@@ -306,9 +306,9 @@ def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngi
     assert [choice["text"] for choice in reported["choices"]] == [result.text for result in results]
     for choice in reported["choices"]:
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) > 0
-    found = chunks(client, "/v1/completions", prompt=prompts, max_tokens=8)
+    output = chunks(client, "/v1/completions", prompt=prompts, max_tokens=8)
     for i, result in enumerate(results):
-        assert "".join(c["choices"][0]["text"] for c in found if c["choices"][0]["index"] == i) == result.text
+        assert "".join(c["choices"][0]["text"] for c in output if c["choices"][0]["index"] == i) == result.text
 
 
 def test_tokens_are_those_of_the_reference_member(client: httpx.Client, tiny: EnsembleEngine) -> None:

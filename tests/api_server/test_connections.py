@@ -26,8 +26,8 @@ BOUNDED = ServerSettings(connection_seconds=SECONDS, max_connections=20)
 
 @pytest.fixture(scope="module")
 def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
-    with serving({"tiny": tiny}, BOUNDED) as found:
-        yield found
+    with serving({"tiny": tiny}, BOUNDED) as result:
+        yield result
 
 
 def opened(client: httpx.Client, *sent: bytes) -> socket.socket:
@@ -126,8 +126,8 @@ def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
         return {**reported, "padding": "x" * 200_000}  # so that what the system buffers is soon full
 
     monkeypatch.setattr(GrowingAnswer, "report", spied)
-    asked = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "specfuse": {"report": True}}
-    raw = json.dumps(asked).encode()
+    options = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "specfuse": {"report": True}}
+    raw = json.dumps(options).encode()
     with serving({"tiny": tiny}, BOUNDED) as client:
         before = tiny.metrics().requests["cancelled"]
         connection = opened(client)
@@ -153,6 +153,6 @@ def test_line_ends_of_other_alphabets_are_text_to_the_client() -> None:
     raw = b"data: " + json.dumps(reported, ensure_ascii=False).encode() + b"\r\n\n"
     for whole in (sent, raw):
         lines = _Lines()
-        found = [each for n in range(len(whole)) for each in lines.take(whole[n : n + 1])]
-        assert len(found) == 2
-        assert json.loads(found[0].removeprefix("data: ")) == reported
+        results = [each for n in range(len(whole)) for each in lines.take(whole[n : n + 1])]
+        assert len(results) == 2
+        assert json.loads(results[0].removeprefix("data: ")) == reported

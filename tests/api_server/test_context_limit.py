@@ -20,15 +20,15 @@ def test_more_tokens_than_the_context_holds_mean_the_same_through_every_interfac
         assert SpecFuseLLM(engine=engine, max_tokens=most, stop=stop).complete("Hello").text == expected
         assert SpecFuseLLM(engine=engine, stop=stop).complete("Hello", max_tokens=most).text == expected
         with serving({"tiny": engine}) as client:
-            asked = {"model": "tiny", "max_tokens": most, "stop": stop}
+            options = {"model": "tiny", "max_tokens": most, "stop": stop}
             chat = client.post(
-                "/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "Hello"}]}
+                "/v1/chat/completions", json={**options, "messages": [{"role": "user", "content": "Hello"}]}
             )
             assert chat.json()["choices"][0]["message"]["content"] == expected
-            completion = client.post("/v1/completions", json={**asked, "prompt": "Hello"})
+            completion = client.post("/v1/completions", json={**options, "prompt": "Hello"})
             assert completion.json()["choices"][0]["text"] == expected
-            asked = {"model": "tiny", "max_output_tokens": most, "stop": stop, "input": "Hello"}
-            [item] = client.post("/v1/responses", json=asked).json()["output"]
+            options = {"model": "tiny", "max_output_tokens": most, "stop": stop, "input": "Hello"}
+            [item] = client.post("/v1/responses", json=options).json()["output"]
             assert item["content"][0]["text"] == expected
             remote = SpecFuseLLM(base_url=str(client.base_url), max_tokens=most, stop=stop)
             assert remote.complete("Hello").text == expected

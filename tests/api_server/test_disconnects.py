@@ -81,7 +81,7 @@ def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx
     words = ["sea", "moon", "tide", "salt", "fish", "cat", "dog", "sun"]
     expected = {w: tiny.generate(f"Tell of the {w}", SamplingParams(max_tokens=12)).text for w in words}
     process, chance = psutil.Process(), random.Random(5)
-    asked = [(words[i % len(words)], chance.random() < 1 / 3) for i in range(60)]
+    requests = [(words[i % len(words)], chance.random() < 1 / 3) for i in range(60)]
 
     async def ask(http: httpx.AsyncClient, word: str, leaves: bool) -> str | None:
         turns = [{"role": "user", "content": f"Tell of the {word}"}]
@@ -97,13 +97,13 @@ def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx
 
     async def all_of_them() -> list[str | None]:
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
-            return await asyncio.gather(*(ask(http, *each) for each in asked))
+            return await asyncio.gather(*(ask(http, *each) for each in requests))
 
     asyncio.run(all_of_them())
     until(lambda: idle(tiny))
     threads = threads_of_answers()
     answers = asyncio.run(all_of_them())
-    for (word, _), answer in zip(asked, answers, strict=True):
+    for (word, _), answer in zip(requests, answers, strict=True):
         assert answer is None or answer == expected[word]
     assert sum(answer is not None for answer in answers) > 30
     until(lambda: idle(tiny))
@@ -131,9 +131,9 @@ def test_a_server_that_is_stopped_lets_answers_finish(tiny_members: list[MemberC
                 httpx.get(f"{address}/health")
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(20) == 0
-        said = process.stderr.read() if process.stderr else ""
-    assert re.search(r"POST /v1/chat/completions 200 .* completion_tokens=\d+", said)
-    assert "salty" not in said
+        text = process.stderr.read() if process.stderr else ""
+    assert re.search(r"POST /v1/chat/completions 200 .* completion_tokens=\d+", text)
+    assert "salty" not in text
 
 
 @pytest.mark.slow
@@ -148,8 +148,8 @@ def test_a_stop_says_nothing_on_stderr(tiny_members: list[MemberConfig], number:
         assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
         process.send_signal(number)
         assert process.wait(20) == 0
-        said = process.stderr.read() if process.stderr else ""
-    assert [line for line in said.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)] == []
+        text = process.stderr.read() if process.stderr else ""
+    assert [line for line in text.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)] == []
 
 
 @pytest.mark.slow
@@ -176,9 +176,9 @@ def test_answers_that_do_not_finish_in_time_end_with_an_error(tmp_path: Path, ti
 def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path: Path) -> None:
     with command("--member", str(tmp_path / "nobody"), SPECFUSE_API_KEY="") as (process, _):
         assert process.wait(60) == 1
-        said = process.stderr.read() if process.stderr else ""
-    assert "nobody" in said.splitlines()[-1]
-    assert "Traceback" not in said
+        text = process.stderr.read() if process.stderr else ""
+    assert "nobody" in text.splitlines()[-1]
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_earlier_turns_of_others_are_the_same_conversation(client: httpx.Client)
 
 @pytest.mark.parametrize("name", ["litellm, anthropic's reasoning", "gemini's signatures", "anthropic's blocks"])
 def test_they_are_answered(client: httpx.Client, tiny: EnsembleEngine, name: str) -> None:
-    asked = {"model": "tiny", "max_tokens": 4, "messages": SAME[name]}
-    reply = client.post("/v1/chat/completions", json=asked)
+    options = {"model": "tiny", "max_tokens": 4, "messages": SAME[name]}
+    reply = client.post("/v1/chat/completions", json=options)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["prompt_tokens"] == tiny.count_tokens(PLAIN)
 
@@ -201,8 +201,8 @@ FILES = {
 @pytest.mark.parametrize("text", FILES)
 def test_a_file_in_a_result_is_named(client: httpx.Client, text: str) -> None:
     block = FILES[text]
-    shown = tokens(client, history(result={"content": [{"type": "text", "text": "Here: "}, block]}))
-    assert shown == tokens(client, history(result={"content": f"Here: {text}"}))
+    output = tokens(client, history(result={"content": [{"type": "text", "text": "Here: "}, block]}))
+    assert output == tokens(client, history(result={"content": f"Here: {text}"}))
     reply = client.post(
         "/v1/chat/completions",
         json={"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [block]}]},

@@ -30,24 +30,24 @@ def flat(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["clock", "bell", "lamp"])
 def test_only_allowed_tools_are_called(client: httpx.Client, name: str) -> None:
-    asked = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 60}
-    reply = client.post("/v1/chat/completions", json={**asked, "tool_choice": allowed("required", name)})
+    options = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 60}
+    reply = client.post("/v1/chat/completions", json={**options, "tool_choice": allowed("required", name)})
     [call] = reply.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == name
-    asked = {"model": "tiny", "input": QUESTION, "tools": FLAT, "max_output_tokens": 60}
-    reported = client.post("/v1/responses", json={**asked, "tool_choice": flat("required", name)}).json()
+    options = {"model": "tiny", "input": QUESTION, "tools": FLAT, "max_output_tokens": 60}
+    reported = client.post("/v1/responses", json={**options, "tool_choice": flat("required", name)}).json()
     assert [item["name"] for item in reported["output"]] == [name]
     assert reported["tool_choice"] == flat("required", name)
 
 
 def test_allowed_tools_may_be_left_alone_and_must_be_offered(client: httpx.Client) -> None:
-    asked = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 4}
-    reply = client.post("/v1/chat/completions", json={**asked, "tool_choice": allowed("auto", "clock", "bell")})
+    options = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 4}
+    reply = client.post("/v1/chat/completions", json={**options, "tool_choice": allowed("auto", "clock", "bell")})
     assert reply.status_code == 200, reply.text
-    reply = client.post("/v1/chat/completions", json={**asked, "tool_choice": allowed("auto", "horn")})
+    reply = client.post("/v1/chat/completions", json={**options, "tool_choice": allowed("auto", "horn")})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tool_choice")
     assert "'horn'" in reply.json()["error"]["message"]
-    reply = client.post("/v1/chat/completions", json={**asked, "tool_choice": allowed("sometimes", "clock")})
+    reply = client.post("/v1/chat/completions", json={**options, "tool_choice": allowed("sometimes", "clock")})
     assert reply.status_code == 400, reply.text
 
 
@@ -83,8 +83,8 @@ def test_tokens_are_counted_before_they_are_asked(
     """Pydantic AI does so, to stay under a limit."""
     reported = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)
     assert reported.object == "response.input_tokens"
-    asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 40, **more}
-    assert reported.input_tokens == client.post("/v1/responses", json=asked).json()["usage"]["input_tokens"]
+    options = {"model": "tiny", "input": QUESTION, "max_output_tokens": 40, **more}
+    assert reported.input_tokens == client.post("/v1/responses", json=options).json()["usage"]["input_tokens"]
 
 
 def test_a_count_of_an_impossible_request_is_refused(client: httpx.Client) -> None:
@@ -98,12 +98,12 @@ LOOKED_FOR = "this model's maximum context length is"
 
 
 def test_a_prompt_that_is_too_long_is_known_by_its_words(client: httpx.Client, tiny: EnsembleEngine) -> None:
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 4}
-    error = client.post("/v1/chat/completions", json=asked).json()["error"]
+    options = {"model": "tiny", "messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 4}
+    error = client.post("/v1/chat/completions", json=options).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert LOOKED_FOR in error["message"].lower()
     assert "4096 tokens" in error["message"]
     with serving({"tiny": tiny}, ServerSettings(max_prompt_characters=200)) as short:
-        error = short.post("/v1/chat/completions", json=asked).json()["error"]
+        error = short.post("/v1/chat/completions", json=options).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         assert LOOKED_FOR in error["message"].lower()

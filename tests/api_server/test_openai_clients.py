@@ -201,8 +201,8 @@ def test_the_chat_tests_of_llm_comply_pass_but_the_one_with_an_image(demo_engine
     program = str(Path(sys.executable).with_name("llm-comply"))
     with serving({"demo": demo_engine}, max_tokens=256) as client:
         at = ["--base-url", f"{client.base_url}/v1", "--api-key", "none", "--model", "demo"]
-        asked = [program, "--format", "openai-chat", *at, "--json"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+        requests = [program, "--format", "openai-chat", *at, "--json"]
+        done = subprocess.run(requests, capture_output=True, text=True, timeout=300, check=False)
     by_status: dict[str, list[str]] = {}
     for result in json.loads(done.stdout)["results"]:
         by_status.setdefault(result["status"], []).append(result["id"])

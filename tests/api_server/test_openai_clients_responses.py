@@ -39,14 +39,14 @@ def test_the_sdk_creates_streams_and_counts(sdk: openai.OpenAI) -> None:
     assert whole.incomplete_details.reason == "max_output_tokens"
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
-    found = list(
+    results = list(
         sdk.responses.create(model="tiny", input=QUESTION, instructions="Be brief.", max_output_tokens=20, stream=True)
     )
-    text = "".join(event.delta for event in found if event.type == "response.output_text.delta")
+    text = "".join(event.delta for event in results if event.type == "response.output_text.delta")
     assert text == whole.output_text
-    assert [event.sequence_number for event in found] == list(range(len(found)))
-    assert found[-1].type == "response.incomplete"
-    for event in found:  # each has the type that the SDK declares
+    assert [event.sequence_number for event in results] == list(range(len(results)))
+    assert results[-1].type == "response.incomplete"
+    for event in results:  # each has the type that the SDK declares
         type(event).model_validate(event.model_dump(by_alias=True, warnings=False))
     type(whole).model_validate(whole.model_dump(by_alias=True, warnings=False))
 
@@ -187,12 +187,12 @@ def test_openairesponses_completes_chats_streams_and_calls(address: str) -> None
     assert "".join(r.delta or "" for r in llm.stream_chat(message)) == whole
     assert asyncio.run(llm.achat(message)).message.content == whole
     tool = FunctionTool.from_defaults(weigh)
-    asked = {"tool_required": True, "max_output_tokens": 90}
-    called = llm.chat_with_tools([tool], QUESTION, **asked)
+    options = {"tool_required": True, "max_output_tokens": 90}
+    called = llm.chat_with_tools([tool], QUESTION, **options)
     (selection,) = llm.get_tool_calls_from_response(called)
     assert selection.tool_name == "weigh"
     assert selection.tool_kwargs["heavy"] in (True, False)
-    *_, last = llm.stream_chat_with_tools([tool], QUESTION, **asked)
+    *_, last = llm.stream_chat_with_tools([tool], QUESTION, **options)
     assert llm.get_tool_calls_from_response(last)[0].tool_kwargs == selection.tool_kwargs
 
 

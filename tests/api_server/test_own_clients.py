@@ -317,7 +317,7 @@ def test_openai_s_turns_with_tools_are_the_same_prompt_here_and_there(
         {"role": "tool", "tool_call_id": "1", "content": "5"},
     ]
     named = [*turns[:2], {**turns[2], "name": "get_weather"}]
-    counts = {engine.count_tokens(asked) for engine in (remote, tiny_engine) for asked in (turns, named)}
+    counts = {engine.count_tokens(request) for engine in (remote, tiny_engine) for request in (turns, named)}
     assert len(counts) == 1
 
 

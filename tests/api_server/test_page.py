@@ -116,8 +116,8 @@ def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client
 
 def test_the_page_continues_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
-    asked: list[list[dict[str, str]]] = []
-    page.on("request", lambda r: asked.append(r.post_data_json["messages"]) if r.method == "POST" else None)
+    requests: list[list[dict[str, str]]] = []
+    page.on("request", lambda r: requests.append(r.post_data_json["messages"]) if r.method == "POST" else None)
     assert not page.locator("#follow-field").is_visible()
     page.locator("form summary").click()
     page.fill("#system", "Be brief.")
@@ -127,22 +127,22 @@ def test_the_page_continues_a_conversation(opened: Callable[..., Page], client: 
         expect(page.locator("#status")).to_have_text("Finished")
         answers.append(page.locator("#spoken").text_content() or "")
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
-    assert asked[0] == [system, user]
-    assert asked[1][:2] == asked[0]
-    assert asked[1][2]["role"] == "assistant"
-    assert asked[1][2]["content"].strip() == answers[0].strip()
-    assert asked[1][3] == {"role": "user", "content": "And when?"}
+    assert requests[0] == [system, user]
+    assert requests[1][:2] == requests[0]
+    assert requests[1][2]["role"] == "assistant"
+    assert requests[1][2]["content"].strip() == answers[0].strip()
+    assert requests[1][3] == {"role": "user", "content": "And when?"}
     assert page.locator("#before li").all_text_contents()[0] == "Who?"
     page.get_by_label("Go on from this answer").uncheck()
     ask(page, "Something else?", tokens=8)
     expect(page.locator("#status")).to_have_text("Finished")
-    assert asked[2] == [system, {"role": "user", "content": "Something else?"}]
+    assert requests[2] == [system, {"role": "user", "content": "Something else?"}]
     assert page.locator("#before li").count() == 0
     page.locator("#history button").last.click()
     page.get_by_label("Go on from this answer").check()
     ask(page, "Whose?", tokens=8)
     expect(page.locator("#status")).to_have_text("Finished")
-    assert [turn["content"] for turn in asked[3] if turn["role"] == "user"] == ["Who?", "Whose?"]
+    assert [turn["content"] for turn in requests[3] if turn["role"] == "user"] == ["Who?", "Whose?"]
 
 
 def test_a_segments_card_opens_by_mouse_and_by_keyboard(opened: Callable[..., Page], client: httpx.Client) -> None:
@@ -293,15 +293,15 @@ def test_where_members_differ_is_listed_once_the_answer_is_over(
     expect(page.locator("#status")).to_have_text("Finished")
     assert running == page.evaluate("window.seen") == []
     expect(page.get_by_role("heading", name="Where members differ")).to_be_visible()
-    found = tiny.generate("Why is the sea salty?", SamplingParams(max_tokens=80)).differences
+    result = tiny.generate("Why is the sea salty?", SamplingParams(max_tokens=80)).differences
     rows = page.locator("#report .differences tbody > tr")
-    assert rows.count() == min(len(found), MOST) > SHOWN
+    assert rows.count() == min(len(result), MOST) > SHOWN
     marks = [page.locator("#report .differences mark").nth(n).text_content() or "" for n in range(SHOWN)]
     assert [mark.replace(NOTHING, "") for mark in marks] == [
-        " ".join(each.text.split()).replace("\0", "\ufffd") or "" for each in found[:SHOWN]
+        " ".join(each.text.split()).replace("\0", "\ufffd") or "" for each in result[:SHOWN]
     ]
-    assert rows.first.inner_text().count(found[0].others[0].member) == 1
-    more = page.get_by_text(f"{len(found) - SHOWN} more")
+    assert rows.first.inner_text().count(result[0].others[0].member) == 1
+    more = page.get_by_text(f"{len(result) - SHOWN} more")
     assert rows.nth(SHOWN).is_hidden()
     more.click()
     assert rows.nth(SHOWN).is_visible()
@@ -327,8 +327,8 @@ def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., 
     reported = columns(page)
     assert reported[0] == page.locator("#spoken").text_content()
     for name, text in zip(("chat", "base"), reported[1:], strict=True):
-        asked = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
-        answer = client.post("/v1/chat/completions", json={**asked, "max_tokens": 24}).json()
+        options = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
+        answer = client.post("/v1/chat/completions", json={**options, "max_tokens": 24}).json()
         assert text == answer["choices"][0]["message"]["content"]
     tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]
     assert len(set(tops)) == 1, "side by side"
@@ -345,9 +345,9 @@ def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., 
 def test_differences_are_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for texts in DIFFERENT:
-        found = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
+        result = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
         expected = [[[d.start, d.end, d.kind] for d in own] for own in differences_of(texts)]
-        assert found == expected, texts
+        assert result == expected, texts
     names = ["together", "chat", "base"]
     page.evaluate(
         "columns => import('/each.js').then(each => each.drawColumns(document.getElementById('beside'), columns))",

@@ -82,9 +82,9 @@ def test_two_programs_share_the_weights_of_one_server(
 ) -> None:
     address, server = served
     before = server.memory_info().rss
-    asked = [[sys.executable, "-c", script + MEASURE, address] for script in (LANGCHAIN, LLAMAINDEX)]
+    requests = [[sys.executable, "-c", script + MEASURE, address] for script in (LANGCHAIN, LLAMAINDEX)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(each, cwd=Path(__file__).parents[2], **pipes) for each in asked]
+    both = [subprocess.Popen(each, cwd=Path(__file__).parents[2], **pipes) for each in requests]
     outcomes = [reported(process) for process in both]
     after = server.memory_info().rss
     members = httpx.get(f"{address}/v1/models").json()["data"][0]["specfuse"]["members"]

@@ -35,9 +35,9 @@ def _silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.DEBUG)
     yield
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
-    said = "\n".join(record.getMessage() + str(record.exc_text) for record in ours)
-    assert SECRET not in said
-    assert "Authorization" not in said
+    text = "\n".join(record.getMessage() + str(record.exc_text) for record in ours)
+    assert SECRET not in text
+    assert "Authorization" not in text
 
 
 def tool_of(name: str, properties: dict[str, Any]) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def events(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     response = client.post("/v1/responses", json={"model": "tiny", "input": ASKED, "stream": True, **body})
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
     pairs = [block.split("\n") for block in response.text.split("\n\n") if block]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
-    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in found]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    results = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in results]
+    assert [event["sequence_number"] for event in results] == list(range(len(results)))
+    return results
 
 
 def grown(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,9 +134,9 @@ def test_sampling_stops_and_members_are_those_of_a_chat(client: httpx.Client) ->
 
 
 def test_a_stream_grows_into_the_whole_response(client: httpx.Client) -> None:
-    asked = {"max_output_tokens": 40, "ignore_eos": True}
-    found, whole = events(client, **asked), respond(client, **asked)
-    kinds = [event["type"] for event in found]
+    options = {"max_output_tokens": 40, "ignore_eos": True}
+    result, whole = events(client, **options), respond(client, **options)
+    kinds = [event["type"] for event in result]
     assert kinds[:4] == [
         "response.created",
         "response.in_progress",
@@ -151,26 +151,26 @@ def test_a_stream_grows_into_the_whole_response(client: httpx.Client) -> None:
     ]
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert len(kinds[4:-4]) > 1
-    last = found[-1]["response"]
-    assert bare(grown(found)) == bare(last["output"]) == bare(whole["output"])
+    last = result[-1]["response"]
+    assert bare(grown(result)) == bare(last["output"]) == bare(whole["output"])
     assert last["usage"] == whole["usage"]
-    assert found[0]["response"]["status"] == "in_progress"
-    assert found[0]["response"]["id"] == last["id"]
-    segments = [s for event in found[4:-4] for s in event["specfuse"]["segments"]]
+    assert result[0]["response"]["status"] == "in_progress"
+    assert result[0]["response"]["id"] == last["id"]
+    segments = [s for event in result[4:-4] for s in event["specfuse"]["segments"]]
     assert segments == last["specfuse"]["segments"]
 
 
 def test_log_probabilities_come_where_they_are_included(client: httpx.Client) -> None:
-    asked = {"include": ["message.output_text.logprobs"]}
+    options = {"include": ["message.output_text.logprobs"]}
     expected = chat(client, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert respond(client, **asked)["output"][0]["content"][0]["logprobs"] == untimed(expected)
+    assert respond(client, **options)["output"][0]["content"][0]["logprobs"] == untimed(expected)
     tops = chat(client, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
-    for more in (asked, {}):
+    for more in (options, {}):
         assert respond(client, **more, top_logprobs=2)["output"][0]["content"][0]["logprobs"] == untimed(tops)
-    found = events(client, **asked)
-    (done,) = [event for event in found if event["type"] == "response.output_text.done"]
+    result = events(client, **options)
+    (done,) = [event for event in result if event["type"] == "response.output_text.done"]
     assert done["logprobs"] == untimed(expected)
-    called = respond(client, **asked, tools=[TOOL], tool_choice="required", max_output_tokens=80)
+    called = respond(client, **options, tools=[TOOL], tool_choice="required", max_output_tokens=80)
     assert [item["type"] for item in called["output"]] == ["function_call"]
 
 
@@ -180,13 +180,13 @@ def test_a_call_is_an_item_streamed_and_not(client: httpx.Client, choice: Any) -
     (call,) = respond(client, **body)["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "add", "completed")
     assert 0 <= json.loads(call["arguments"])["a"] <= 9
-    found = events(client, **body)
-    assert bare(grown(found)) == bare(found[-1]["response"]["output"]) == bare([call])
-    (done,) = [event for event in found if event["type"] == "response.function_call_arguments.done"]
+    result = events(client, **body)
+    assert bare(grown(result)) == bare(result[-1]["response"]["output"]) == bare([call])
+    (done,) = [event for event in result if event["type"] == "response.function_call_arguments.done"]
     assert (done["name"], done["arguments"]) == ("add", call["arguments"])
-    assert found[-1]["type"] == "response.completed"
-    assert found[-1]["response"]["tools"][0]["name"] == "add"
-    assert found[-1]["response"]["tool_choice"] == choice
+    assert result[-1]["type"] == "response.completed"
+    assert result[-1]["response"]["tools"][0]["name"] == "add"
+    assert result[-1]["response"]["tool_choice"] == choice
 
 
 def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_never_done() -> None:
@@ -209,15 +209,15 @@ def test_reasoning_is_a_separate_item(tiny_members: list[MemberConfig], summary:
     chat_member, base = tiny_members
     members = [replace(chat_member, chat_template=THINKING, thinking=True), base]
     with EnsembleEngine(EnsembleConfig(members)) as engine, serving({"tiny": engine}) as client:
-        asked = {"max_thinking_tokens": 12, "reasoning": {"summary": summary}}
-        found, whole = events(client, **asked), respond(client, **asked)
+        options = {"max_thinking_tokens": 12, "reasoning": {"summary": summary}}
+        result, whole = events(client, **options), respond(client, **options)
         same = chat(client, max_thinking_tokens=12)["choices"][0]["message"]
     thoughts, message = whole["output"]
     (part,) = thoughts["summary" if summary else "content"]
     assert part == {"type": "summary_text" if summary else "reasoning_text", "text": same["reasoning_content"]}
     assert message["content"][0]["text"] == same["content"]
-    assert bare(grown(found)) == bare(found[-1]["response"]["output"]) == bare(whole["output"])
-    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert bare(grown(result)) == bare(result[-1]["response"]["output"]) == bare(whole["output"])
+    kinds = [event["type"].removeprefix("response.") for event in result]
     assert ("reasoning_summary_text.done" if summary else "reasoning_text.done") in kinds
     assert kinds.index("output_item.done") < kinds.index("output_text.delta")
 
@@ -338,16 +338,16 @@ def test_an_error_in_the_middle_is_an_event_with_a_number(
         return plainly(self, op)
 
     monkeypatch.setattr(LocalSession, "stage", failing)
-    found = events(client, max_output_tokens=400, ignore_eos=True)
-    assert "response.output_text.delta" in {event["type"] for event in found}
-    assert found[-1]["type"] == "error"
-    assert found[-1]["code"] == found[-1]["error"]["code"] == "generation_failed"
-    assert found[-1]["message"]
-    assert "/srv/private" not in json.dumps(found)
+    result = events(client, max_output_tokens=400, ignore_eos=True)
+    assert "response.output_text.delta" in {event["type"] for event in result}
+    assert result[-1]["type"] == "error"
+    assert result[-1]["code"] == result[-1]["error"]["code"] == "generation_failed"
+    assert result[-1]["message"]
+    assert "/srv/private" not in json.dumps(result)
     drafts.clear()
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as sdk:
-        asked: Any = {"model": "tiny", "input": ASKED, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
-        stream = sdk.responses.create(**asked, stream=True)
+        options: Any = {"model": "tiny", "input": ASKED, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+        stream = sdk.responses.create(**options, stream=True)
         with pytest.raises(openai.APIError, match="failed"):
             list(stream)
 
@@ -360,8 +360,8 @@ def test_nothing_is_kept_to_be_fetched(client: httpx.Client) -> None:
 @pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity", "9" * 5000])
 def test_echoed_fields_are_json(client: httpx.Client, number: str) -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object", "default": "NUMBER"}}
-    asked = {"model": "tiny", "input": "Hi", "tool_choice": "none", "tools": [tool]}
-    raw = json.dumps(asked).replace('"NUMBER"', number)
+    options = {"model": "tiny", "input": "Hi", "tool_choice": "none", "tools": [tool]}
+    raw = json.dumps(options).replace('"NUMBER"', number)
     headers = {"Content-Type": "application/json"}
     for more in ("", '"stream": true, '):
         response = client.post("/v1/responses", content=raw.replace('"model"', more + '"model"', 1), headers=headers)

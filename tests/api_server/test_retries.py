@@ -178,8 +178,8 @@ def test_headers_go_with_every_request_and_with_one(gate: Gate) -> None:
     llm.complete("Hi", extra_headers={"X-Run": "7"})
     asyncio.run(llm.acomplete("Hi", extra_headers={"X-Run": "7"}))
     chat.get_token_ids("Hi")
-    found = [(headers.get("x-team"), headers.get("x-run")) for headers in gate.seen]
-    assert found == [
+    results = [(headers.get("x-team"), headers.get("x-run")) for headers in gate.seen]
+    assert results == [
         ("blue", None),
         ("blue", "7"),
         ("red", None),

@@ -14,8 +14,8 @@ def test_meaning_is_that_of_the_nearest_reference() -> None:
         kinds = {"s": [1.0, 0.0], "m": [0.6, 0.8]}
         return np.array([kinds.get(text[:1], [-1.0, 0.0]) for text in texts], dtype=np.float32)
 
-    found = cosines([["sea", "moon"], ["moon"], ["sea"], ["sea"]], ["moon", "sea", "x", " "], encode)
-    assert found == pytest.approx([100.0, 60.0, 0.0, 0.0])
+    result = cosines([["sea", "moon"], ["moon"], ["sea"], ["sea"]], ["moon", "sea", "x", " "], encode)
+    assert result == pytest.approx([100.0, 60.0, 0.0, 0.0])
 
 
 def test_coherence_is_of_neighbours_and_of_the_end_with_the_question() -> None:

@@ -1,4 +1,4 @@
-"""AUROC: what it must be where the answer is known."""
+"""AUROC of data for which it is known."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_its_interval_holds_it() -> None:
     numbers = [0.1 * n for n in range(20)]
     right = [n % 3 > 0 or n > 12 for n in range(20)]
     low, high = interval(numbers, right)
-    found = auroc([n for n, r in zip(numbers, right, strict=True) if r], [0.0, 0.3, 0.6, 0.9, 1.2])
-    assert low <= found <= high
+    result = auroc([n for n, r in zip(numbers, right, strict=True) if r], [0.0, 0.3, 0.6, 0.9, 1.2])
+    assert low <= result <= high
 
 
 def test_rows_without_a_number_do_not_count() -> None:
-    found = [(True, {"a": 0.9}), (False, {"a": 0.1}), (True, {"a": None}), (False, {"a": 0.2}), (True, {"a": 0.8})]
-    [line] = table_of(found)
+    results = [(True, {"a": 0.9}), (False, {"a": 0.1}), (True, {"a": None}), (False, {"a": 0.2}), (True, {"a": 0.8})]
+    [line] = table_of(results)
     assert (line["rows"], line["right"]) == (4, 2)
     assert line["auroc"] == pytest.approx(1)
 
@@ -44,38 +44,38 @@ def test_without_right_or_without_wrong_answers_nothing_is_told() -> None:
 
 
 def test_agreement_on_numbers_and_names_and_on_the_last_number_comes_from_the_rounds() -> None:
-    asked = Question("How many?", references=["7"])
+    request = Question("How many?", references=["7"])
     drafts = {"b": "So 3 of Ann and 5 leave 7", "c": "So 2 and then they leave 8"}
     result = differing([("So 2 of Ann and 5 leave 7.", drafts)], {"a": 0.5, "b": 0.3, "c": 0.2})
-    told = agreements(asked, Answer.of(result))
-    assert told["agreement, numbers and names"] == pytest.approx(0.7)
-    assert told["agreement, last number"] == pytest.approx(0.8)
-    assert 0 < (told["agreement"] or 0) < 1
+    report = agreements(request, Answer.of(result))
+    assert report["agreement, numbers and names"] == pytest.approx(0.7)
+    assert report["agreement, last number"] == pytest.approx(0.8)
+    assert 0 < (report["agreement"] or 0) < 1
     wrong = Answer.of(differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25}))
-    assert agreements(asked, wrong)["agreement, last number"] == pytest.approx(0.75)
+    assert agreements(request, wrong)["agreement, last number"] == pytest.approx(0.75)
     alone = Answer.of(differing([("So 7.", {})], {"a": 1.0}))
-    assert agreements(asked, alone)["agreement, last number"] is None
+    assert agreements(request, alone)["agreement, last number"] is None
 
 
 def test_answers_of_a_comparison_tell_the_same_and_nobody_is_asked_again(tmp_path: Path) -> None:
     """Agreement, the members' own words, and the samples of one of them."""
-    asked, file = Question("How many?", id="q", references=["7"]), tmp_path / "compare.jsonl"
+    request, file = Question("How many?", id="q", references=["7"]), tmp_path / "compare.jsonl"
     config = EnsembleConfig(["a", "b"])
     fused = Answer.of(differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25}))
     with RunFile(file) as run:
-        run.add_answer(answer_key(config, asked, None), fused, "the ensemble", "q")
-        for name, said in (("a", "So 7."), ("b", "So 8.")):
-            run.add_answer(answer_key(config.only([name]), asked, None), answer(said), name, "q")
-        for seed, said in enumerate(("7", "It is 7.", "8", "none"), 1):
-            run.add(sample_key(config.only(["a"]), asked, None, TEMPERATURE, seed), asdict(answer(said)))
+        run.add_answer(answer_key(config, request, None), fused, "the ensemble", "q")
+        for name, text in (("a", "So 7."), ("b", "So 8.")):
+            run.add_answer(answer_key(config.only([name]), request, None), answer(text), name, "q")
+        for seed, text in enumerate(("7", "It is 7.", "8", "none"), 1):
+            run.add(sample_key(config.only(["a"]), request, None, TEMPERATURE, seed), asdict(answer(text)))
     with RunFile(file) as run:
-        found = kept(run, config, asked)
+        result = kept(run, config, request)
         assert kept(run, config, Question("Who?", id="q2", references=["7"])) is None
-    assert found is not None
-    right, told = found
+    assert result is not None
+    right, report = result
     assert right
-    assert told["agreement, last number"] == pytest.approx(0.75)
-    assert 0 < (told["agreement"] or 0) < 1
-    assert told["members alone, words in common"] == pytest.approx(0.5)
-    assert told["samples of a that say so"] == 0.5
-    assert told["samples of b that say so"] is None
+    assert report["agreement, last number"] == pytest.approx(0.75)
+    assert 0 < (report["agreement"] or 0) < 1
+    assert report["members alone, words in common"] == pytest.approx(0.5)
+    assert report["samples of a that say so"] == 0.5
+    assert report["samples of b that say so"] is None

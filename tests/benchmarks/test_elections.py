@@ -1,4 +1,4 @@
-"""First rounds as data: what is collected is what the engine does, and elections held again say what they should."""
+"""First rounds as data: the collected rounds are those of the engine, and repeated elections give the same winners."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_ballot_is_the_engines_first_round(
         ballot.table[0][i].text: {n for n in names if own[n] == i} for i in own.values()
     }
     left = sorted(set(own.values()))
-    assert question is QUESTION or len(left) > 1, "members that choose alike tell nothing"
+    assert question is QUESTION or len(left) > 1, "equal choices show no difference"
     for name in names:
         scores = Stretch()([ballot.table[ballot.voters.index(name)][i] for i in left])
         scores = [score / sum(scores) for score in scores] if question is CHOICE else scores
-        told = {c.text: c.scores[name] for c in first.candidates}
-        assert [told[ballot.table[0][i].text] for i in left] == pytest.approx(scores, abs=1e-5)
+        reports = {c.text: c.scores[name] for c in first.candidates}
+        assert [reports[ballot.table[0][i].text] for i in left] == pytest.approx(scores, abs=1e-5)
 
 
 def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(asked: Collector) -> None:
@@ -132,12 +132,12 @@ def test_what_the_lead_drafted_counts_more_and_others_override_it_where_they_are
     policy = Override(0, 1.5)
     assert policy([[0.5, 0.7], [0.5, 0.7]], [0.5, 0.5], [[0], [1]]) == pytest.approx([0.75, 0.7])
     rules = rules_for(["a", "b"])
-    told = {name: rule(near, ["a", "b"], 0.0, "f1") for name, rule in rules.items()}
-    assert told["seconded mean: the default"] == 1
-    assert told["a leads, × 1.5"] == 0
-    assert told["b leads, × 1.5"] == 1
-    assert told["lottery by weight: its mean"] == pytest.approx(0.5)
-    assert told["the better draft by references: a ceiling"] == 1
+    reports = {name: rule(near, ["a", "b"], 0.0, "f1") for name, rule in rules.items()}
+    assert reports["seconded mean: the default"] == 1
+    assert reports["a leads, × 1.5"] == 0
+    assert reports["b leads, × 1.5"] == 1
+    assert reports["lottery by weight: its mean"] == pytest.approx(0.5)
+    assert reports["the better draft by references: a ceiling"] == 1
 
 
 def test_a_sure_lead_is_not_voted_on() -> None:

@@ -24,26 +24,26 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def found_in(out: Path, step: str) -> dict[str, Any]:
-    found = read_sheet(out / f"{step}.json")
-    assert found is not None
-    return found
+    result = read_sheet(out / f"{step}.json")
+    assert result is not None
+    return result
 
 
 @pytest.mark.slow
 def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> None:
     first = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert first.returncode == 0, first.stdout + first.stderr
-    found = found_in(tmp_path, "versions")
-    assert found["status"] == "done"
-    lines = {line["what"]: line["found"] for line in found["lines"]}
+    result = found_in(tmp_path, "versions")
+    assert result["status"] == "done"
+    lines = {line["what"]: line["found"] for line in result["lines"]}
     assert lines["torch"] == torch.__version__
     assert lines["torch has clearCublasWorkspacesForStream"] in ("yes", "no")
-    assert any("no CUDA device" in what for what in found["lacking"])
+    assert any("no CUDA device" in what for what in result["lacking"])
     assert f"| torch | {torch.__version__} |" in (tmp_path / "versions.md").read_text("utf-8")
     assert (tmp_path / "hour.md").read_text("utf-8").startswith("## versions: ")
     again = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert "versions: done before" in again.stdout
-    assert found_in(tmp_path, "versions") == found
+    assert found_in(tmp_path, "versions") == result
     before = (tmp_path / "versions.json").stat().st_mtime_ns
     anew = subprocess.run(
         command(tmp_path, "--only", "versions", "--again"), capture_output=True, text=True, timeout=250
@@ -62,9 +62,9 @@ def test_an_interrupted_run_leaves_nothing_running_and_can_be_resumed(tmp_path: 
         assert time.monotonic() < limit
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
-    shown, _ = running.communicate(timeout=60)
+    output, _ = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "continues from here" in shown
+    assert "continues from here" in output
     assert found_in(tmp_path, "versions")["status"] == "done"
     assert found_in(tmp_path, "soak")["status"] == "running"
     assert not processes_with(str(tmp_path))
@@ -109,9 +109,9 @@ def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkey
 
     monkeypatch.setitem(first_hour.STEPS, "costs", broken)
     assert first_hour.run_step("costs", first_hour.Card(tmp_path, torch.device("cpu"), True)) == 1
-    found = found_in(tmp_path, "costs")
-    assert found["status"] == "failed"
-    assert [line["found"] for line in found["lines"]] == ["1", "ValueError: a card of another make"]
+    result = found_in(tmp_path, "costs")
+    assert result["status"] == "failed"
+    assert [line["found"] for line in result["lines"]] == ["1", "ValueError: a card of another make"]
 
 
 def test_a_sheet_is_whole_whenever_it_is_read(tmp_path: Path) -> None:

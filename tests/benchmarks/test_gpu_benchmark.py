@@ -35,18 +35,18 @@ def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[
 def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
     done = run("--tiny", "--repeats", "1", "--without", "context", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
-    names = [figure["name"].split(",")[0] for figure in found["figures"]]
+    text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    names = [figure["name"].split(",")[0] for figure in text["figures"]]
     assert names.count("decode ÷ bytes/bandwidth") == names.count("verify 5 ÷ a decode step") == 5
     assert [name for name in names if name.startswith("a round of")] == [
         f"a round of {count} ÷ 10 forward passes each at the floor" for count in (1, 2, 3, 5)
     ]
     assert names[-5:-3] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
     assert names[-3:] == ["seconds with ÷ without speculation"] * 3, "of 1, 2 and 4 answers"
-    assert all(figure["ratio"] > 0 for figure in found["figures"])
-    assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= found["facts"].keys()
-    assert all("static execution" in found["facts"][name] for name in PARAMETERS)
-    replayed, static, dynamic = found["facts"]["forward passes, answers at once"].split(", ")
+    assert all(figure["ratio"] > 0 for figure in text["figures"])
+    assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= text["facts"].keys()
+    assert all("static execution" in text["facts"][name] for name in PARAMETERS)
+    replayed, static, dynamic = text["facts"]["forward passes, answers at once"].split(", ")
     assert replayed == "0 replayed"
     assert int(static.split()[0]) > int(dynamic.split()[0]) > 0, "prompts are dynamic"
 
@@ -55,14 +55,14 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
 def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> None:
     done = run("--tiny", "--only", "context 48", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
-    assert not found["figures"]
-    assert not any(fact.startswith("failed") for fact in found["facts"].values())
-    assert all(f"context 48: decode, {name}" in found["facts"] for name in PARAMETERS)
+    text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert not text["figures"]
+    assert not any(fact.startswith("failed") for fact in text["facts"].values())
+    assert all(f"context 48: decode, {name}" in text["facts"] for name in PARAMETERS)
     for count in (1, 2, 4):
-        said = found["facts"][f"context 48: {count} at once, 5 members"]
-        assert "speculation off; " in said
-        assert said.endswith("speculation auto")
+        reply = text["facts"][f"context 48: {count} at once, 5 members"]
+        assert "speculation off; " in reply
+        assert reply.endswith("speculation auto")
 
 
 class Server(BaseHTTPRequestHandler):
@@ -72,9 +72,9 @@ class Server(BaseHTTPRequestHandler):
         self._send({"/version": {"version": "0.0"}, "/v1/models": {"data": [{"id": "served"}]}}[self.path])
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, asked["model"], asked["ignore_eos"]) == ("/v1/completions", "served", True)
-        self._send({"usage": {"completion_tokens": asked["max_tokens"]}})
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, request["model"], request["ignore_eos"]) == ("/v1/completions", "served", True)
+        self._send({"usage": {"completion_tokens": request["max_tokens"]}})
 
     def _send(self, body: object) -> None:
         data = json.dumps(body).encode()
@@ -101,22 +101,22 @@ def test_the_results_of_an_interrupted_run_and_a_servers_decode_are_written(tmp_
             assert time.monotonic() < limit
             time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
-        shown, _ = running.communicate(timeout=60)
+        output, _ = running.communicate(timeout=60)
         server.shutdown()
     assert running.returncode == 0
-    found = json.loads(file.read_text("utf-8"))
-    assert any("interrupted" in fact for fact in found["facts"].values())
-    assert "vLLM, 2 at once" in found["facts"]
-    assert "| measured | ratio | aim | from |" in shown
+    text = json.loads(file.read_text("utf-8"))
+    assert any("interrupted" in fact for fact in text["facts"].values())
+    assert "vLLM, 2 at once" in text["facts"]
+    assert "| measured | ratio | aim | from |" in output
 
 
 @pytest.mark.slow
 def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
     done = run("--tiny", "--minutes", "0", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
-    assert not found["figures"]
-    assert "left out" in found["facts"]["answers at once"]
+    text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert not text["figures"]
+    assert "left out" in text["facts"]["answers at once"]
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:
@@ -140,7 +140,7 @@ def test_the_shapes_are_those_of_the_real_models() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    found = dict(line.split() for line in done.stdout.splitlines())
-    assert found.keys() == PARAMETERS.keys()
+    results = dict(line.split() for line in done.stdout.splitlines())
+    assert results.keys() == PARAMETERS.keys()
     for name, count in PARAMETERS.items():
-        assert abs(int(found[name]) / count - 1) < 1e-4, name
+        assert abs(int(results[name]) / count - 1) < 1e-4, name

@@ -87,8 +87,8 @@ def test_a_table_has_every_column_against_its_best_member(
     answered(BARS[1], {"open": "no", "rag": "It is red, I think, or so"})
     answered(BARS[2], {"open": "no idea", "rag": "green"})
     answered("default", {"open": "the sea " * 8, "rag": "red"})
-    asked = quality_rows.read_rows(data, ["open", "rag"], "all")
-    whole: dict[str, Any] = {name: quality_table.measured(name, asked, encode) for name in (*BARS, "default")}
+    request = quality_rows.read_rows(data, ["open", "rag"], "all")
+    whole: dict[str, Any] = {name: quality_table.measured(name, request, encode) for name in (*BARS, "default")}
     rivals = quality_table.rivals_of(whole, "best")
     best = {"open: rougeL": BARS[0], "open: cosine": BARS[0], "rag: f1": BARS[1], "rag: contains": BARS[1]}
     assert rivals == {column: dict.fromkeys(whole, rival) for column, rival in best.items()}
@@ -111,7 +111,7 @@ def test_a_table_has_every_column_against_its_best_member(
     assert cells["words"] == "16, 1"
     assert cells["words ÷ members'"] == f"{16 / 1.5:.2f}, {1 / 4:.2f}"
     assert cells["circles %"] == "100, 0"
-    assert quality_table.measured("specfuse", asked, encode) is None, "nothing is answered yet"
+    assert quality_table.measured("specfuse", request, encode) is None, "nothing is answered yet"
 
 
 def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
@@ -123,14 +123,14 @@ def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
         file.add_answer(
             first.id, Answer("red", "stop", tokens=1, rounds=1, active=2.0, forwards=2), "default", first.id
         )
-    asked = ["table", "--data", str(data), "--tasks", "rag", "--half", "all", "--variants", "default"]
+    requests = ["table", "--data", str(data), "--tasks", "rag", "--half", "all", "--variants", "default"]
     reported = {
         "default: not all rows are answered, left out": ["--against", BARS[1]],
         f"1 rows, difference to {BARS[1]}": ["--against", BARS[1], "--answered"],
         "nothing to compare": ["--against", BARS[0]],
     }
     for line, more in reported.items():
-        assert line in CliRunner().invoke(quality.app, [*asked, *more]).output
+        assert line in CliRunner().invoke(quality.app, [*requests, *more]).output
 
 
 def test_each_table_states_the_smallest_visible_difference() -> None:
@@ -155,11 +155,11 @@ def test_with_further_members_each_ensemble_is_compared_with_its_own_best(
     assert [m.label for m in variants.VARIANTS[both].members()] == [SMOL.label, "large"]
     assert f"{SMOL.label}+{BARS[2]}+large" in variants.VARIANTS
     assert f"{SMOL.label}+{BARS[2]}" not in variants.VARIANTS, "that is the default"
-    said = {BARS[0]: "It is red", BARS[1]: "so red", "large": "red", both: "red", "default": "red"}
-    for name, text in said.items():
+    texts = {BARS[0]: "It is red", BARS[1]: "so red", "large": "red", both: "red", "default": "red"}
+    for name, text in texts.items():
         answered(name, {"rag": text})
-    asked = quality_rows.read_rows(data, ["rag"], "all")
-    whole: dict[str, Any] = {name: quality_table.measured(name, asked) for name in said}
+    request = quality_rows.read_rows(data, ["rag"], "all")
+    whole: dict[str, Any] = {name: quality_table.measured(name, request) for name in texts}
     rivals = quality_table.rivals_of(whole, "best")["rag: f1"]
     assert rivals == {BARS[0]: BARS[1], BARS[1]: BARS[1], "default": BARS[1], "large": "large", both: "large"}
 
@@ -209,6 +209,6 @@ def test_a_long_answer_is_cut_and_the_text_above_the_answers_stays(
 def test_twenty_questions_are_graded_by_their_whole_answers() -> None:
     long = "It is, as far as the documents of the observatory say so, blackcurrant."
     page = questions.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
-    shown = "- **What is it?** It is, as far as the documents of the observatory …"
-    assert page.endswith(f"\n\n{shown}\n{shown} *Wrong.*\n")
+    output = "- **What is it?** It is, as far as the documents of the observatory …"
+    assert page.endswith(f"\n\n{output}\n{output} *Wrong.*\n")
     assert "1 of 2 answers contain the fact" in page

@@ -36,8 +36,8 @@ def test_turns_are_answered_and_saved(
 ) -> None:
     file = tmp_path / "talk.json"
     assert said(f"One?\n\nTwo?\n/save {file}\n", [*speaker, "--system", "Be kind."], monkeypatch) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "Plain words spoken here.\n" * 2
+    output = capsys.readouterr()
+    assert output.out == "Plain words spoken here.\n" * 2
     turns = json.loads(file.read_text("utf-8"))
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [turn["content"] for turn in turns[1:3]] == ["One?", "Plain words spoken here."]
@@ -49,10 +49,10 @@ def test_commands_explain_list_and_begin_anew(
     file = tmp_path / "talk.json"
     lines = f"/why\nOne?\n/why\n/members\n/help\n/nothing\n/clear\n/save {file}\n/save\n/exit\nNever asked\n"
     assert said(lines, speaker, monkeypatch) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "Plain words spoken here.\n"
+    output = capsys.readouterr()
+    assert output.out == "Plain words spoken here.\n"
     for part in ("no whole answer", "round 1", "transformers", "/save", "no command /nothing", "name the file"):
-        assert part in shown.err
+        assert part in output.err
     assert json.loads(file.read_text("utf-8")) == []
 
 
@@ -156,15 +156,15 @@ def test_each_shows_every_members_own_answer_and_the_differences(
 ) -> None:
     file = tmp_path / "talk.json"
     assert said(f"/each\n/each When?\n/why\n/save {file}\n", two_speakers(recite), monkeypatch) == 0
-    shown = capsys.readouterr()
-    together, left, right = shown.out.splitlines()
+    output = capsys.readouterr()
+    together, left, right = output.out.splitlines()
     assert left == "left: The harbour opened in 1887 near Lisbon."
     assert right == "right: The harbour opened in 1892 near Porto."
     assert together.startswith("together: The harbour")
-    assert "/each QUESTION: ask something" in shown.err
-    assert "left, unlike another one: 1887, Lisbon" in shown.err
-    assert "right, unlike another one: 1892, Porto" in shown.err
-    assert "round 1" in shown.err, "/why explains the joint answer"
+    assert "/each QUESTION: ask something" in output.err
+    assert "left, unlike another one: 1887, Lisbon" in output.err
+    assert "right, unlike another one: 1892, Porto" in output.err
+    assert "round 1" in output.err, "/why explains the joint answer"
     turns = json.loads(file.read_text("utf-8"))
     assert turns[0] == {"role": "user", "content": "When?"}
     assert together == f"together: {turns[1]['content']}"
@@ -174,10 +174,10 @@ def test_differ_shows_each_members_words(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said("/differ\nWhen?\n/differ\n/clear\n/differ\n", two_speakers(recite), monkeypatch) == 0
-    shown = capsys.readouterr()
-    won, lost = ("1887", "1892") if "1887" in shown.out else ("1892", "1887")
-    assert shown.err.count("no whole answer") == 2
-    _, _, table = shown.err.partition("where members differ")
+    output = capsys.readouterr()
+    won, lost = ("1887", "1892") if "1887" in output.out else ("1892", "1887")
+    assert output.err.count("no whole answer") == 2
+    _, _, table = output.err.partition("where members differ")
     first, *_ = [line for line in table.splitlines()[1:] if line.strip()]
     assert won in first
     assert f"“{lost}" in first
@@ -190,9 +190,9 @@ def test_each_says_why_an_answer_failed_and_shows_the_others(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(f"/each {'long ' * 5000}\n/each When?\n", two_speakers(recite), monkeypatch) == 0
-    shown = capsys.readouterr()
-    assert "shorten the prompt" in shown.err
-    assert "left: The harbour opened in 1887" in shown.out
+    output = capsys.readouterr()
+    assert "shorten the prompt" in output.err
+    assert "left: The harbour opened in 1887" in output.out
 
 
 @pytest.mark.parametrize("width", [100, 40])

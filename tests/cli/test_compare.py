@@ -94,8 +94,8 @@ def test_mistakes_are_named_before_any_model_is_loaded(
     folder: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = [] if "--config" in argv else ["--config", "pair.toml"]
-    asked = [] if "--questions" in argv else ["--questions", "q.jsonl"]
-    assert main(["compare", *own, *asked, *argv]) == 2
+    request = [] if "--questions" in argv else ["--questions", "q.jsonl"]
+    assert main(["compare", *own, *request, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
@@ -108,11 +108,11 @@ def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
     command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--equal-compute", "--most-samples", "3"]
     assert main([*command, "--timed", "2", "--out", "report.html"]) == 0
     out, err = capsys.readouterr()
-    said = " ".join(out.split())
-    assert "the best member, first, asked once, on 22 questions" in said
-    assert "Equal compute: no difference is seen: the ensemble has +" in said
-    assert "(at most 3 are asked)" in said
-    assert "Equal seconds: " in said
+    text = " ".join(out.split())
+    assert "the best member, first, asked once, on 22 questions" in text
+    assert "Equal compute: no difference is seen: the ensemble has +" in text
+    assert "(at most 3 are asked)" in text
+    assert "Equal seconds: " in text
     assert "2 samples together" in err
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
     ours, theirs = rows["forwards"][2], rows["forwards"][3]

@@ -48,11 +48,11 @@ def interrupted(command: list[str], until: bytes) -> tuple[int, bytes, bytes]:
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    said, read = b"", process.stderr if "serve" in command else process.stdout
-    while until not in said:
+    text, read = b"", process.stderr if "serve" in command else process.stdout
+    while until not in text:
         line = read.readline()
-        assert line, f"it ended before: {said!r}"
-        said += line
+        assert line, f"it ended before: {text!r}"
+        text += line
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors
@@ -60,11 +60,11 @@ def interrupted(command: list[str], until: bytes) -> tuple[int, bytes, bytes]:
 
 @pytest.mark.parametrize("command", [["ask", "Speak"], ["chat"]])
 def test_a_command_says_in_one_line_that_it_was_interrupted(command: list[str], speaker: str) -> None:
-    code, shown = in_terminal([*command, "--member", speaker], until=b"loading")
+    code, output = in_terminal([*command, "--member", speaker], until=b"loading")
     assert code == 130
-    assert "Traceback" not in shown
-    said = [line for line in COLOUR.sub("", shown).splitlines() if "interrupted" in line]
-    assert [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in said] == ["specfuse-llm: interrupted"]
+    assert "Traceback" not in output
+    texts = [line for line in COLOUR.sub("", output).splitlines() if "interrupted" in line]
+    assert [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in texts] == ["specfuse-llm: interrupted"]
 
 
 def test_a_server_that_loads_ends_with_one_line(speaker: str) -> None:

@@ -38,25 +38,25 @@ def in_terminal(arguments: list[str], until: bytes | None = None, **environment:
         preexec_fn=hear_interrupts,
     )
     os.close(slave)
-    shown = read_terminal(master, process, until)
+    output = read_terminal(master, process, until)
     os.close(master)
-    return process.wait(30), shown.decode().replace("\r\n", "\n")
+    return process.wait(30), output.decode().replace("\r\n", "\n")
 
 
 def read_terminal(master: int, process: subprocess.Popen[bytes], until: bytes | None) -> bytes:
-    shown, limit = b"", time.monotonic() + 120
+    output, limit = b"", time.monotonic() + 120
     while time.monotonic() < limit:
         if not select.select([master], [], [], 0.2)[0]:
             continue
         try:
-            shown += os.read(master, 65536)
+            output += os.read(master, 65536)
         except OSError:  # the other end was closed
-            return shown
-        if until and until in shown:
+            return output
+        if until and until in output:
             process.send_signal(signal.SIGINT)
             until = None
     process.kill()
-    pytest.fail(f"the command did not end; it showed {shown[-500:]!r}")
+    pytest.fail(f"the command did not end; it showed {output[-500:]!r}")
 
 
 @pytest.fixture
@@ -71,29 +71,29 @@ def hostile(recite: Callable[..., str]) -> list[str]:
 
 
 def test_segments_have_the_colour_that_the_legend_gives_their_author(pair: list[str]) -> None:
-    code, shown = in_terminal(["ask", "Speak", *pair])
+    code, output = in_terminal(["ask", "Speak", *pair])
     assert code == 0
-    assert "\x1b[36m● speaker\x1b[0m" in shown
-    assert "\x1b[35m● listener\x1b[0m" in shown
-    assert "\x1b[36mPlain words" in shown
-    assert "Plain words spoken here.\n" in COLOUR.sub("", shown)
-    assert "segments won" in shown
+    assert "\x1b[36m● speaker\x1b[0m" in output
+    assert "\x1b[35m● listener\x1b[0m" in output
+    assert "\x1b[36mPlain words" in output
+    assert "Plain words spoken here.\n" in COLOUR.sub("", output)
+    assert "segments won" in output
 
 
 def test_no_color_means_no_colour(pair: list[str]) -> None:
-    code, shown = in_terminal(["ask", "Speak", *pair], NO_COLOR="1")
+    code, output = in_terminal(["ask", "Speak", *pair], NO_COLOR="1")
     assert code == 0
-    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
-    assert "Plain words spoken here.\n" in shown
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", output)
+    assert "Plain words spoken here.\n" in output
 
 
 def test_a_terminal_obeys_nothing_that_a_model_wrote(hostile: list[str]) -> None:
-    code, shown = in_terminal(["ask", "Speak", "--explain", *hostile])
+    code, output = in_terminal(["ask", "Speak", "--explain", *hostile])
     assert code == 0
-    assert "\x1b]0;" not in shown
-    assert "\x1b[2J" not in shown
-    assert "\x9b" not in shown
-    assert r"Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok" in COLOUR.sub("", shown)
+    assert "\x1b]0;" not in output
+    assert "\x1b[2J" not in output
+    assert "\x9b" not in output
+    assert r"Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok" in COLOUR.sub("", output)
 
 
 def test_a_file_gets_a_models_exact_text(hostile: list[str]) -> None:
@@ -106,11 +106,11 @@ def test_ctrl_c_ends_with_130_and_keeps_the_shown_text(recite: Callable[..., str
     endless = ["--member", recite("endless", "round and", endless=True)]
     report = tmp_path / "report.html"
     arguments = ["ask", "Speak", "--max-tokens", "4000", "--report", str(report), *endless, *endless]
-    code, shown = in_terminal(arguments, until=b"round and")
+    code, output = in_terminal(arguments, until=b"round and")
     assert code == 130
-    assert "round and" in COLOUR.sub("", shown)
-    assert shown.endswith("\n")
-    assert "Traceback" not in shown
+    assert "round and" in COLOUR.sub("", output)
+    assert output.endswith("\n")
+    assert "Traceback" not in output
     assert not report.exists()
 
 
@@ -134,8 +134,8 @@ def test_a_reader_that_leaves_early_causes_no_traceback(recite: Callable[..., st
 @pytest.mark.parametrize("target", [">&-", "> /dev/full"])
 def test_an_output_that_takes_nothing_causes_no_traceback(recite: Callable[..., str], target: str) -> None:
     speaker = recite("brief", "So be it.")
-    asked = shlex.join([*COMMAND, "ask", "Speak", "--member", speaker])
-    done = subprocess.run(["bash", "-c", f"{asked} {target}"], stderr=subprocess.PIPE, timeout=100)
+    request = shlex.join([*COMMAND, "ask", "Speak", "--member", speaker])
+    done = subprocess.run(["bash", "-c", f"{request} {target}"], stderr=subprocess.PIPE, timeout=100)
     assert b"Traceback" not in done.stderr
     assert done.returncode == (1 if "full" in target else 0)
 

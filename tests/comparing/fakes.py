@@ -24,7 +24,7 @@ class ScriptedLane(FakeLane):
         super().__init__({member.label: scripted(".")}, fakes.sure, disturb=fakes.disturb, sizes=fakes.sizes)
         self.samples = fakes.samples.get(member.label, ())
         script = fakes.script[member.label].items()
-        self.script = {tuple(hash(word) for word in question.split()): said for question, said in script}
+        self.script = {tuple(hash(word) for word in question.split()): text for question, text in script}
         self.of: dict[tuple[int, str], str] = {}
         self.own, self.weight = fakes.likes, member.weight
 

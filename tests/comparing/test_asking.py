@@ -28,36 +28,36 @@ SEA: Script = {
 
 def test_every_system_answers_every_question_once() -> None:
     fakes = Fakes(SEA)
-    found = compare(["first", "second"], ROWS, make_engine=fakes, timed=0)
-    assert [asker.name for asker in found.askers] == ["first", "second", ENSEMBLE]
-    assert {len(own) for own in found.answers.values()} == {30}
-    assert found.columns["all"].means["second"] == 50.0
-    assert found.columns["all"].means["first"] == 100.0
-    assert found.columns["all"].best == "first"
+    result = compare(["first", "second"], ROWS, make_engine=fakes, timed=0)
+    assert [asker.name for asker in result.askers] == ["first", "second", ENSEMBLE]
+    assert {len(own) for own in result.answers.values()} == {30}
+    assert result.columns["all"].means["second"] == 50.0
+    assert result.columns["all"].means["first"] == 100.0
+    assert result.columns["all"].best == "first"
     assert fakes.opened == 4 * 30, "two alone, and two together"
-    shares = {answer.agreement for answer in found.answers[ENSEMBLE].values()}
+    shares = {answer.agreement for answer in result.answers[ENSEMBLE].values()}
     assert {share for share in shares if share and share[0] < 1}, "of questions that they answer differently"
-    assert {answer.agreement for answer in found.answers["first"].values()} == {None}
+    assert {answer.agreement for answer in result.answers["first"].values()} == {None}
     assert [config.names for config in fakes.engines] == [("first", "second")]
 
 
 def test_timed_questions_have_an_engine_without_the_others_and_count() -> None:
     fakes = Fakes(SEA)
-    found = compare(["first", "second"], ROWS, make_engine=fakes, timed=3)
+    result = compare(["first", "second"], ROWS, make_engine=fakes, timed=3)
     assert [config.names for config in fakes.engines] == [("first",), ("second",), ("first", "second")]
     assert fakes.opened == 4 * 30 + 4, "and one before each engine's first"
-    assert {name: cost.timed for name, cost in found.costs.items()} == {"first": 3, "second": 3, ENSEMBLE: 3}
-    assert found.costs["first"].seconds
-    assert len(found.answers[ENSEMBLE]) == 30
+    assert {name: cost.timed for name, cost in result.costs.items()} == {"first": 3, "second": 3, ENSEMBLE: 3}
+    assert result.costs["first"].seconds
+    assert len(result.answers[ENSEMBLE]) == 30
 
 
 def test_leaving_one_out_asks_the_ensemble_without_each() -> None:
     script = {**SEA, "third": {"": "a bird ."}}
-    found = compare(["first", "second", "third"], ROWS, make_engine=Fakes(script), timed=0, leave_one_out=True)
+    result = compare(["first", "second", "third"], ROWS, make_engine=Fakes(script), timed=0, leave_one_out=True)
     names = ["first", "second", "third", ENSEMBLE, "without first", "without second", "without third"]
-    assert list(found.answers) == names
-    assert found.without("third") == "without third"
-    assert [a.config.names for a in found.askers][-1] == ("first", "second")
+    assert list(result.answers) == names
+    assert result.without("third") == "without third"
+    assert [a.config.names for a in result.askers][-1] == ("first", "second")
     pair = compare(["first", "second"], ROWS, make_engine=Fakes(SEA), timed=0, leave_one_out=True)
     assert list(pair.answers) == ["first", "second", ENSEMBLE]
     assert pair.without("first") == "second"
@@ -144,10 +144,10 @@ def failing(member: str, after: int) -> Fakes:
 
 def test_a_member_that_fails_half_way_is_left_out_and_the_rest_is_kept(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
-    found = compare(["first", "second"], ROWS, run=run, make_engine=failing("second", after=10), timed=0)
-    assert list(found.answers) == ["first", ENSEMBLE]
-    assert len(found.answers[ENSEMBLE]) == 30
-    missing, faults = found.remarks
+    result = compare(["first", "second"], ROWS, run=run, make_engine=failing("second", after=10), timed=0)
+    assert list(result.answers) == ["first", ENSEMBLE]
+    assert len(result.answers[ENSEMBLE]) == 30
+    missing, faults = result.remarks
     assert missing.startswith("second has no answer to")
     assert "is left out: member 'second' failed in draft: out of order" in missing
     assert faults.startswith("second failed in ")
@@ -159,22 +159,22 @@ def test_a_member_that_fails_half_way_is_left_out_and_the_rest_is_kept(tmp_path:
 
 
 def test_a_member_that_fails_from_the_first_word_does_not_keep_the_others_from_being_timed() -> None:
-    found = compare(
+    result = compare(
         ["first", "second", "third"],
         ROWS,
         make_engine=Fakes({**SEA, "third": SEA["first"]}, disturb=failing("second", after=0).disturb),
         timed=3,
     )
-    assert list(found.answers) == ["first", "third", ENSEMBLE]
-    assert found.costs[ENSEMBLE].timed == found.costs["first"].timed == 3
+    assert list(result.answers) == ["first", "third", ENSEMBLE]
+    assert result.costs[ENSEMBLE].timed == result.costs["first"].timed == 3
 
 
 def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None:
-    found = compare(["first", "second"], ROWS, make_engine=failing("second", after=46), timed=0)
-    rows = len(found.questions)
+    result = compare(["first", "second"], ROWS, make_engine=failing("second", after=46), timed=0)
+    rows = len(result.questions)
     assert 15 < rows < 30
-    assert {len(own) for own in found.answers.values()} == {rows}
-    assert f"{30 - rows} of 30 questions are left out of it" in found.remarks
+    assert {len(own) for own in result.answers.values()} == {rows}
+    assert f"{30 - rows} of 30 questions are left out of it" in result.remarks
 
 
 def test_if_no_member_can_answer_the_reason_is_reported() -> None:
@@ -193,8 +193,8 @@ def test_a_broken_engine_ends_the_run_and_earlier_answers_are_kept(tmp_path: Pat
 
     with pytest.raises(EngineClosedError):
         compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA, disturb=kill), timed=1)
-    kept = sum("asker" in json.loads(line) for line in run.read_text("utf-8").splitlines())
-    assert kept > 0
+    retained = sum("asker" in json.loads(line) for line in run.read_text("utf-8").splitlines())
+    assert retained > 0
     fakes = Fakes(SEA)
     assert len(compare(["first", "second"], ROWS, run=run, make_engine=fakes, timed=0).questions) == 30
     assert fakes.opened < 4 * 30
@@ -273,11 +273,11 @@ def test_a_thousand_questions_killed_three_times_ask_nothing_twice_and_lose_noth
     keys = [json.loads(line)["key"] for line in before.splitlines()[1:]]
     rows = [{"text": f"question {n}", "references": ["the sea"]} for n in range(1000)]
     fakes = Fakes(pair_of("the sea .", "a bird ."))
-    found = compare(["first", "second"], rows, run=run, make_engine=fakes, timed=0)
+    result = compare(["first", "second"], rows, run=run, make_engine=fakes, timed=0)
     after = [json.loads(line)["key"] for line in run.read_bytes().splitlines()[1:]]
     assert after[: len(keys)] == keys, "what was answered is kept as it was"
     assert len(after) == len(set(after)), "nothing was asked twice"
-    assert len(found.questions) == 1000
+    assert len(result.questions) == 1000
     assert 0 < len(keys) < 3000
 
 

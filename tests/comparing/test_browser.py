@@ -23,33 +23,33 @@ LONG = "a-member-with-a-long-name/of-an-organisation"
 
 def comparison() -> Comparison:
     """Twelve questions to which the ensemble is as good as the best, twelve worse, twelve better; two wrote it."""
-    found = made(
+    result = made(
         {"one": [GOOD] * 24 + [BAD] * 12, LONG: [BAD] * 36, ENSEMBLE: ([GOOD] * 12 + [BAD] * 12) * 1 + [GOOD] * 12}
     )
     ours = {
         name: answer(each.text, [("one", each.text[:3]), (LONG, each.text[3:])])
-        for name, each in found.answers[ENSEMBLE].items()
+        for name, each in result.answers[ENSEMBLE].items()
     }
-    return replace(found, answers={**found.answers, ENSEMBLE: ours}, remarks=("line 7 is left out: <i>no</i> JSON",))
+    return replace(result, answers={**result.answers, ENSEMBLE: ours}, remarks=("line 7 is left out: <i>no</i> JSON",))
 
 
 def test_the_verdict_comes_first_and_text_is_text(opened: Callable[..., Page]) -> None:
-    found = comparison()
-    page = opened(found.to_html(), java_script_enabled=False)
-    assert page.locator("h1").inner_text() == found.verdict.headline
+    result = comparison()
+    page = opened(result.to_html(), java_script_enabled=False)
+    assert page.locator("h1").inner_text() == result.verdict.headline
     assert page.locator(".said b").count() == 0
     assert "line 7 is left out: <i>no</i> JSON" in page.locator("main").inner_text()
 
 
 def test_filters_show_the_questions_that_they_name_without_scripts(opened: Callable[..., Page]) -> None:
     page = opened(comparison().to_html(), java_script_enabled=False)
-    shown = page.locator(".row:visible")
-    assert shown.count() == 36
+    output = page.locator(".row:visible")
+    assert output.count() == 36
     for label, count in (("it is worse (12)", 12), ("the ensemble is better than the best member (12)", 12)):
         page.get_by_label(label).check()
-        assert shown.count() == count
+        assert output.count() == count
     page.get_by_label("all (36)").check()
-    assert shown.count() == 36
+    assert output.count() == 36
 
 
 def test_an_answer_is_in_the_colours_of_those_who_wrote_it(opened: Callable[..., Page]) -> None:
@@ -63,8 +63,8 @@ def test_an_answer_is_in_the_colours_of_those_who_wrote_it(opened: Callable[...,
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_enough_contrast(opened: Callable[..., Page], scheme: str) -> None:
-    found = comparison()
-    for html in (found.to_html(), found.to_voting_page()):
+    result = comparison()
+    for html in (result.to_html(), result.to_voting_page()):
         page = opened(html, color_scheme=scheme)
         page.add_style_tag(content=".row { content-visibility: visible !important }")
         ratios = page.evaluate(CONTRASTS)
@@ -88,9 +88,9 @@ def test_the_report_prints_without_filters_and_with_whole_answers(opened: Callab
 def test_a_person_votes_by_keyboard_and_a_saved_copy_holds_the_votes(
     opened: Callable[..., Page], tmp_path: Path
 ) -> None:
-    found = comparison()
-    pairs = pairs_of(found)
-    page = opened(found.to_voting_page())
+    output = comparison()
+    pairs = pairs_of(output)
+    page = opened(output.to_voting_page())
     assert page.locator("#place").inner_text() == f"1 of {len(pairs)}, 0 voted"
     assert page.locator("#left").inner_text() == pairs[0].left
     for pair in pairs[:20]:
@@ -107,7 +107,7 @@ def test_a_person_votes_by_keyboard_and_a_saved_copy_holds_the_votes(
     download.value.save_as(saved)
     votes = votes_on(saved)
     assert votes == {**{p.key: p.ours for p in pairs[:19]}, pairs[19].key: "equal"}
-    counted = found.with_votes(votes).votes
+    counted = output.with_votes(votes).votes
     assert counted is not None
     assert (counted.ours, counted.theirs, counted.equal) == (19, 0, 1)
     again = opened(saved.read_text("utf-8"))

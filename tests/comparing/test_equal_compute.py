@@ -42,15 +42,15 @@ def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> N
     """Of two members as large as each other: prompts of 2 words; the fake counts 2 words an answer, and none for
     verifications. (2 · (2 + 2) − 2) ÷ 2 = 3."""
     made = fakes()
-    found = compared(made)
-    assert found.equal is not None
-    assert found.equal.paid == {"short": pytest.approx(3.0)}
-    assert found.equal.samples["compute"] == {"short": 3}
-    assert found.equal.columns == {"compute": COLUMN, "ceiling": "first, best of 3 samples (ceiling)"}
+    result = compared(made)
+    assert result.equal is not None
+    assert result.equal.paid == {"short": pytest.approx(3.0)}
+    assert result.equal.samples["compute"] == {"short": 3}
+    assert result.equal.columns == {"compute": COLUMN, "ceiling": "first, best of 3 samples (ceiling)"}
     assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and for its log p"
-    assert found.columns["all"].means["first"] == pytest.approx(100 * 2 / 3)
-    assert found.columns["all"].means[COLUMN] == 100, "two of three samples are right, so their vote is"
-    assert found.costs[COLUMN].flop == found.costs[ENSEMBLE].flop == 2 * 1000 * 8
+    assert result.columns["all"].means["first"] == pytest.approx(100 * 2 / 3)
+    assert result.columns["all"].means[COLUMN] == 100, "two of three samples are right, so their vote is"
+    assert result.costs[COLUMN].flop == result.costs[ENSEMBLE].flop == 2 * 1000 * 8
 
 
 def test_a_larger_member_is_paid_fewer_samples_and_a_smaller_one_more() -> None:
@@ -65,40 +65,42 @@ def test_a_larger_member_is_paid_fewer_samples_and_a_smaller_one_more() -> None:
 
 def test_a_single_sample_is_the_greedy_answer() -> None:
     made = fakes()
-    found = compared(made, equal_compute=Sampling(most=1), timed=1)
+    result = compared(made, equal_compute=Sampling(most=1), timed=1)
     assert made.sampled == 0
     name = "first, 1 sample (equal compute and seconds)"
-    assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
-    assert "ceiling" not in found.equal.columns
-    assert "pays for: 3.0 (at most 1 are asked)" in reported(found, "Equal compute")
+    assert {q: a.text for q, a in result.answers[name].items()} == {
+        q: a.text for q, a in result.answers["first"].items()
+    }
+    assert "ceiling" not in result.equal.columns
+    assert "pays for: 3.0 (at most 1 are asked)" in reported(result, "Equal compute")
 
 
 def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
-    found = compared(fakes(), timed=2)
-    assert "points more than the best member, first, asked once, on 30 questions" in found.verdict.headline
-    compute, seconds = reported(found, "Equal compute"), reported(found, "Equal seconds")
+    result = compared(fakes(), timed=2)
+    assert "points more than the best member, first, asked once, on 30 questions" in result.verdict.headline
+    compute, seconds = reported(result, "Equal compute"), reported(result, "Equal seconds")
     assert compute.startswith("worse: the ensemble has -"), compute
     assert "points more than first, 3 samples; samples that its compute pays for: 3.0;" in compute
     assert "the ensemble has " in seconds
     assert "(medians of 2)" in seconds
-    assert "chosen by references" in reported(found, "Ceiling")
-    assert any("0.7 is the only temperature" in limit for limit in found.verdict.limits)
-    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert "chosen by references" in reported(result, "Ceiling")
+    assert any("0.7 is the only temperature" in limit for limit in result.verdict.limits)
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert plain["equal"]["differences"]["compute"]["all"]["rows"] == 30
     assert plain["equal"]["differences"]["compute"]["all"]["high"] < 0
-    html = found.to_html()
+    html = result.to_html()
     assert COLUMN.removesuffix("s (equal compute)") in html
     assert "compute</th>" in html
 
 
 def test_without_the_option_nothing_is_sampled_or_reported() -> None:
     made = fakes()
-    found = compared(made, equal_compute=False)
-    assert found.equal is None
+    result = compared(made, equal_compute=False)
+    assert result.equal is None
     assert made.sampled == 0
-    assert "asked once" not in found.verdict.headline
-    assert not reported(found, "Equal compute")
-    assert found.to_dict()["equal"] is None
+    assert "asked once" not in result.verdict.headline
+    assert not reported(result, "Equal compute")
+    assert result.to_dict()["equal"] is None
 
 
 def kept_samples(run: Path) -> int:
@@ -144,8 +146,8 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
     compared(fakes(), run=run, equal_compute=False)
     old = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
     run.write_text("".join(json.dumps({k: v for k, v in each.items() if k != "work"}) + "\n" for each in old))
-    found = compared(fakes(), run=run)
-    assert "before their work was counted" in reported(found, "Equal compute")
+    result = compared(fakes(), run=run)
+    assert "before their work was counted" in reported(result, "Equal compute")
 
 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────
@@ -153,26 +155,26 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
 
 def test_without_references_nothing_is_asked_and_the_reason_is_reported() -> None:
     made = fakes()
-    found = compared(made, [{"text": f"question {n}"} for n in range(3)])
+    result = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
-    assert reported(found, "Equal compute").startswith("unknown: no question has references")
-    assert reported(found, "Equal seconds").startswith("unknown: no question has references")
+    assert reported(result, "Equal compute").startswith("unknown: no question has references")
+    assert reported(result, "Equal seconds").startswith("unknown: no question has references")
 
 
 def test_questions_without_references_are_not_sampled() -> None:
     made = fakes()
     rows = [*ROWS, {"text": "tell me of the sea"}]
-    found = compared(made, rows)
+    result = compared(made, rows)
     assert made.sampled == 2 * 3 * 30
-    assert len(found.answers[COLUMN]) == 30
-    assert len(found.answers["first"]) == 31
-    assert "tell me of the sea" in found.to_html()
+    assert len(result.answers[COLUMN]) == 30
+    assert len(result.answers["first"]) == 31
+    assert "tell me of the sea" in result.to_html()
 
 
 def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
-    found = compared(fakes(sizes={"first": 1000}), timed=2)
-    assert reported(found, "Equal compute") == "unknown: how many parameters second has is not known."
-    assert "the ensemble has" in reported(found, "Equal seconds")
+    result = compared(fakes(sizes={"first": 1000}), timed=2)
+    assert reported(result, "Equal compute") == "unknown: how many parameters second has is not known."
+    assert "the ensemble has" in reported(result, "Equal seconds")
 
 
 def test_without_timed_answers_equal_seconds_are_not_reported() -> None:
@@ -189,9 +191,9 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
         drafts = isinstance(op, (Draft, DraftAlone)) and request.answer in failing
         return Fault("RuntimeError", "out of order") if drafts and request.answer % 2 else None
 
-    found = compared(fakes(disturb=disturb), run=run)
-    assert len(found.questions) == 30
-    reason = reported(found, "Equal compute")
+    result = compared(fakes(disturb=disturb), run=run)
+    assert len(result.questions) == 30
+    reason = reported(result, "Equal compute")
     assert reason.startswith("unknown: ")
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
@@ -205,11 +207,11 @@ def test_where_one_member_is_left_it_is_the_one_that_is_sampled() -> None:
         drafts = request.member == "second" and isinstance(request.op, (Draft, DraftAlone))
         return Fault("RuntimeError", "out of order") if drafts else None
 
-    found = compared(fakes(disturb=disturb))
-    assert found.members == ("first",)
-    assert found.equal is not None
-    assert found.equal.members == {"short": "first"}
-    assert found.equal.samples["compute"]["short"] >= 1
+    result = compared(fakes(disturb=disturb))
+    assert result.members == ("first",)
+    assert result.equal is not None
+    assert result.equal.members == {"short": "first"}
+    assert result.equal.samples["compute"]["short"] >= 1
 
 
 def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enough() -> None:
@@ -220,12 +222,12 @@ def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enou
         "first": {**{str(row["text"]): "the sea ." for row in ROWS}, **{each.prompt: "8 ." for each in counts}},
         "second": {"": "a bird .", **{each.prompt: "7 ." for each in counts}},
     }
-    found = compared(fakes(script=script, samples={}), rows)
-    assert found.equal is not None
-    assert found.equal.members == {"short": "first", "number": "second", "few": "first"}
-    assert found.equal.columns["compute"].startswith("best of each kind, ")
-    assert "; short (30, F1) " in reported(found, "Equal compute")
-    assert "few (3" not in reported(found, "Equal compute")
+    result = compared(fakes(script=script, samples={}), rows)
+    assert result.equal is not None
+    assert result.equal.members == {"short": "first", "number": "second", "few": "first"}
+    assert result.equal.columns["compute"].startswith("best of each kind, ")
+    assert "; short (30, F1) " in reported(result, "Equal compute")
+    assert "few (3" not in reported(result, "Equal compute")
 
 
 def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() -> None:
@@ -241,16 +243,16 @@ def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() 
 
 def test_samples_are_no_member() -> None:
     """So that they are neither dropped nor the best member."""
-    found = compared(fakes())
-    assert found.members == ("first", "second")
-    assert found.columns["all"].best == "first"
-    assert COLUMN not in reported(found, "Which to drop")
-    assert COLUMN not in reported(found, "Repetition")
+    result = compared(fakes())
+    assert result.members == ("first", "second")
+    assert result.columns["all"].best == "first"
+    assert COLUMN not in reported(result, "Which to drop")
+    assert COLUMN not in reported(result, "Repetition")
 
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:
-    found = compared(fakes())
-    some = next(iter(found.answers[COLUMN].values()))
+    result = compared(fakes())
+    some = next(iter(result.answers[COLUMN].values()))
     assert some.work == (("first", 2, 6),)
     assert replace(answer("x"), work=some.work).work == some.work
 
@@ -260,11 +262,11 @@ def test_samples_of_a_real_member_hang_on_their_seeds_alone(tiny_engine: Ensembl
     config = tiny_engine.config
     member = config.only([config.names[0]])
     question = Question("What does the log say of the moon?", references=["the moon is full"], max_tokens=6)
-    wanted = Wanted(member, question, 5)
+    expected = Wanted(member, question, 5)
     with RunFile(None) as run:
         sampler = Sampler(run, Sampling(temperature=0.9))
-        sampler.ask([wanted, Wanted(member, Question("And the sea?", references=["no"]), 3)])
-        together = sampler.samples(wanted)
+        sampler.ask([expected, Wanted(member, Question("And the sea?", references=["no"]), 3)])
+        together = sampler.samples(expected)
     params = replace(question.params(), temperature=0.9)
     alone = [
         tiny_engine.generate(question.prompt, replace(params, seed=seed), members=list(member.names))

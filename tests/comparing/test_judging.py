@@ -69,52 +69,52 @@ def test_a_mark_is_the_mean_of_marks_by_their_probabilities_among_each_other() -
 
 
 def test_good_judges_mark_the_ensemble_higher_and_agree_with_references(judges: Fakes) -> None:
-    found = rate(comparison(), CONFIG, make_engine=judges)
-    assert found.to == "one"
-    assert found.gap.above
-    assert found.gap.rows == 24
-    assert found.agreed[0] == found.agreed[1] > 20
-    assert "the ensemble's answers are marked +" in found.point.text
-    assert "marks agree with references on 100 % [" in found.point.text
-    assert "chance, as far" not in found.point.text
+    result = rate(comparison(), CONFIG, make_engine=judges)
+    assert result.to == "one"
+    assert result.gap.above
+    assert result.gap.rows == 24
+    assert result.agreed[0] == result.agreed[1] > 20
+    assert "the ensemble's answers are marked +" in result.point.text
+    assert "marks agree with references on 100 % [" in result.point.text
+    assert "chance, as far" not in result.point.text
 
 
 def test_no_member_rates_its_own_answer_and_answers_are_read_in_both_orders(judges: Fakes) -> None:
-    found = rate(comparison(), CONFIG, make_engine=judges)
-    assert not [r for r in found.ratings if r.judge == r.asker]
-    same = [r for r in found.ratings if r.judge == "one" and r.asker == ENSEMBLE]
+    result = rate(comparison(), CONFIG, make_engine=judges)
+    assert not [r for r in result.ratings if r.judge == r.asker]
+    same = [r for r in result.ratings if r.judge == "one" and r.asker == ENSEMBLE]
     assert len(same) == 18, "where the ensemble says what the judge said itself, it does not count"
     assert judges.opened == 18 * (4 - 1) * 3 * 2 + 6 * (3 - 1) * 3 * 2
 
 
 def test_marks_are_standardised_by_judge(judges: Fakes) -> None:
-    found = rate(comparison(), CONFIG, make_engine=judges)
+    result = rate(comparison(), CONFIG, make_engine=judges)
     for judge in CONFIG.names:
-        marks = [r.mark for r in found.ratings if r.judge == judge]
+        marks = [r.mark for r in result.ratings if r.judge == judge]
         assert sum(marks) == pytest.approx(0, abs=1e-9)
         assert sum(m * m for m in marks) / len(marks) == pytest.approx(1)
 
 
 def test_judges_that_know_nothing_are_reported_as_uninformative(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeLane, "blind", True)
-    found = rate(comparison(), CONFIG, make_engine=judges)
-    assert found.gap.mean == 0
-    assert found.agreed == (0, 0), "equal marks say nothing of a pair"
-    assert not found.gap.above
+    result = rate(comparison(), CONFIG, make_engine=judges)
+    assert result.gap.mean == 0
+    assert result.agreed == (0, 0), "equal marks say nothing of a pair"
+    assert not result.gap.above
 
 
 def test_agreement_with_references_by_chance_alone_is_reported(judges: Fakes) -> None:
     """The judges know the word "sea", and the references mostly say otherwise."""
     references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
-    found = rate(comparison(references), CONFIG, make_engine=judges)
-    assert found.agreed[1] > 20
-    assert "no better than chance, on these pairs" in found.point.text
+    result = rate(comparison(references), CONFIG, make_engine=judges)
+    assert result.agreed[1] > 20
+    assert "no better than chance, on these pairs" in result.point.text
 
 
 def test_without_references_no_agreement_is_reported(judges: Fakes) -> None:
-    found = rate(comparison(None), CONFIG, make_engine=judges)
-    assert found.agreed == (0, 0)
-    assert "references" not in found.point.text
+    result = rate(comparison(None), CONFIG, make_engine=judges)
+    assert result.agreed == (0, 0)
+    assert "references" not in result.point.text
 
 
 def test_a_second_run_asks_nothing(judges: Fakes, tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_a_judge_that_fails_is_named_and_the_others_count(judges: Fakes) -> None
     judges.disturb = lambda r: (
         Fault("RuntimeError", "out of order") if r.member == "two" and isinstance(r.op, Verify) else None
     )
-    found = rate(comparison(), CONFIG, make_engine=judges)
-    assert {r.judge for r in found.ratings} == {"one", "three"}
-    assert found.failures == ("two could not rate everything: member 'two' could not judge the texts: out of order",)
-    assert found.failures[0] in found.point.text
+    result = rate(comparison(), CONFIG, make_engine=judges)
+    assert {r.judge for r in result.ratings} == {"one", "three"}
+    assert result.failures == ("two could not rate everything: member 'two' could not judge the texts: out of order",)
+    assert result.failures[0] in result.point.text
 
 
 # ── what members think of given texts ────────────────────────────────────────────────────────────
@@ -140,16 +140,16 @@ def test_a_judge_that_fails_is_named_and_the_others_count(judges: Fakes) -> None
 
 def test_log_probabilities_are_those_of_the_texts_by_every_member(tiny_engine: EnsembleEngine) -> None:
     texts = ["yes", "no, never", "4"]
-    found = tiny_engine.log_probabilities("Is it so?", texts)
-    assert list(found) == ["chat", "base"]
-    for name, scores in found.items():
+    result = tiny_engine.log_probabilities("Is it so?", texts)
+    assert list(result) == ["chat", "base"]
+    for name, scores in result.items():
         alone = tiny_engine.log_probabilities("Is it so?", texts, members=[name])
         assert alone == {name: pytest.approx(scores, abs=1e-4)}
         assert scores == pytest.approx([_naive(tiny_engine, name, "Is it so?", text) for text in texts], abs=1e-3)
     add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
     offered = tiny_engine.log_probabilities("Is it so?", texts, tools=[add])
     none = tiny_engine.log_probabilities("Is it so?", texts, tools=[add], tool_choice="none")
-    for name, scores in found.items():
+    for name, scores in result.items():
         assert offered[name] != pytest.approx(scores, abs=1e-2), "members know of the tools"
         assert none[name] == pytest.approx(scores, abs=1e-3)
     assert tiny_engine.metrics().running == 0

@@ -128,7 +128,7 @@ def test_sums_are_scored_by_the_last_number() -> None:
 
 def test_a_choice_is_the_first_separate_letter() -> None:
     row = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
-    assert [score(row, said)["right"] for said in ("B", "B. a dog", "The answer is B", "A", "dog", "AB")] == [
+    assert [score(row, text)["right"] for text in ("B", "B. a dog", "The answer is B", "A", "dog", "AB")] == [
         *(100.0, 100.0, 100.0, 0.0, 0.0, 0.0)
     ]
 

@@ -19,9 +19,9 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
-    found = read_questions(written(tmp_path, "q.txt", "\ufeffWhy?\n\n  When?  \nWhy?\n"))
-    assert [(q.id, q.text, q.kind) for q in found.questions] == [("1", "Why?", "open"), ("2", "When?", "open")]
-    assert found.remarks == ("question '3' is the same as '1': it is asked once",)
+    result = read_questions(written(tmp_path, "q.txt", "\ufeffWhy?\n\n  When?  \nWhy?\n"))
+    assert [(q.id, q.text, q.kind) for q in result.questions] == [("1", "Why?", "open"), ("2", "When?", "open")]
+    assert result.remarks == ("question '3' is the same as '1': it is asked once",)
     pasted = read_questions(written(tmp_path, "q.txt", "One\u2028and two?\r\nThree\fand four?\n"))
     assert [question.text for question in pasted.questions] == ["One\u2028and two?", "Three\fand four?"]
 
@@ -50,10 +50,10 @@ def test_json_lines_may_use_the_names_of_data_sets(tmp_path: Path) -> None:
         {"prompt": "No comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"unset": None}]},
         {"question": "Why?", "reference": "Because light of short waves is scattered more than that of long ones."},
     ]
-    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
-    assert [q.kind for q in found] == ["short", "choice", "instructions", "text"]
-    assert [q.id for q in found] == ["7", "2", "3", "4"]
-    assert (found[1].references, found[1].letter) == (("a dog",), "B")
+    result = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
+    assert [q.kind for q in result] == ["short", "choice", "instructions", "text"]
+    assert [q.id for q in result] == ["7", "2", "3", "4"]
+    assert (result[1].references, result[1].letter) == (("a dog",), "B")
 
 
 def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path: Path) -> None:
@@ -72,29 +72,29 @@ def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path:
         '{"question": "Long?", "max_tokens": -1}',
         '{"question": "Also good?", "note": "kept"}',
     ]
-    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(lines)))
-    assert [q.text for q in found.questions] == ["Good?", "Also good?"]
-    said = dict(remark.split(" is left out: ") for remark in found.remarks if " is left out: " in remark)
-    assert list(said) == [f"line {n}" for n in range(2, 13)]
-    assert said["line 2"] == "the question is empty"
-    assert "no JSON" in said["line 3"]
-    assert said["line 4"] == "it is no JSON object"
-    assert "name the column 'question'" in said["line 5"]
-    assert "there are 1 choices: 2 to 26" in said["line 6"]
-    assert "the reference is 'three'" in said["line 7"]
-    assert "'many' is no number" in said["line 8"]
-    assert "did you mean 'short'?" in said["line 9"]
-    assert "did you mean 'punctuation:no_comma'?" in said["line 10"]
-    assert "'keywords:existence' cannot be checked" in said["line 11"]
-    assert "max_tokens must be above 0, not -1" in said["line 12"]
-    assert found.remarks[-1] == "columns without effect: note"
+    result = read_questions(written(tmp_path, "q.jsonl", "\n".join(lines)))
+    assert [q.text for q in result.questions] == ["Good?", "Also good?"]
+    texts = dict(remark.split(" is left out: ") for remark in result.remarks if " is left out: " in remark)
+    assert list(texts) == [f"line {n}" for n in range(2, 13)]
+    assert texts["line 2"] == "the question is empty"
+    assert "no JSON" in texts["line 3"]
+    assert texts["line 4"] == "it is no JSON object"
+    assert "name the column 'question'" in texts["line 5"]
+    assert "there are 1 choices: 2 to 26" in texts["line 6"]
+    assert "the reference is 'three'" in texts["line 7"]
+    assert "'many' is no number" in texts["line 8"]
+    assert "did you mean 'short'?" in texts["line 9"]
+    assert "did you mean 'punctuation:no_comma'?" in texts["line 10"]
+    assert "'keywords:existence' cannot be checked" in texts["line 11"]
+    assert "max_tokens must be above 0, not -1" in texts["line 12"]
+    assert result.remarks[-1] == "columns without effect: note"
 
 
 def test_an_id_that_comes_twice_gets_a_number(tmp_path: Path) -> None:
     text = "id,question\na,One?\na,Two?\na,One?\n"
-    found = read_questions(written(tmp_path, "q.csv", text))
-    assert [(q.id, q.text) for q in found.questions] == [("a", "One?"), ("a-2", "Two?")]
-    assert found.remarks == (
+    result = read_questions(written(tmp_path, "q.csv", text))
+    assert [(q.id, q.text) for q in result.questions] == [("a", "One?"), ("a-2", "Two?")]
+    assert result.remarks == (
         "two questions have the id 'a': the second one is called 'a-2'",
         "question 'a' is the same as 'a': it is asked once",
     )
@@ -124,30 +124,30 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 
 def test_an_extra_cell_is_reported(tmp_path: Path) -> None:
-    found = read_questions(written(tmp_path, "q.csv", "question,reference\nWhy, then?,so,\nGood?,yes\n"))
-    assert [q.text for q in found.questions] == ["Good?"]
-    assert found.remarks[0].startswith("line 2 is left out: it has more cells than the header")
+    result = read_questions(written(tmp_path, "q.csv", "question,reference\nWhy, then?,so,\nGood?,yes\n"))
+    assert [q.text for q in result.questions] == ["Good?"]
+    assert result.remarks[0].startswith("line 2 is left out: it has more cells than the header")
 
 
 def test_columns_are_identified_by_their_position(tmp_path: Path) -> None:
     text = "question,note,note,answer,,\nCapital of France?,x,y,Paris,,\n"
-    found = read_questions(written(tmp_path, "q.csv", text))
-    assert [(q.references, q.group) for q in found.questions] == [(("Paris",), "short")]
-    assert found.remarks == ("columns without effect: note",)
+    result = read_questions(written(tmp_path, "q.csv", text))
+    assert [(q.references, q.group) for q in result.questions] == [(("Paris",), "short")]
+    assert result.remarks == ("columns without effect: note",)
     with pytest.raises(ConfigError, match="names the column 'answer' twice"):
         read_questions(written(tmp_path, "q.csv", "question,answer,answer\nWhy?,a,b\n"))
 
 
 def test_a_file_of_tabs_is_not_split_at_commas(tmp_path: Path) -> None:
-    found = read_questions(written(tmp_path, "q.tsv", "question\nHello, who are you?\n"))
-    assert [q.text for q in found.questions] == ["Hello, who are you?"]
+    result = read_questions(written(tmp_path, "q.tsv", "question\nHello, who are you?\n"))
+    assert [q.text for q in result.questions] == ["Hello, who are you?"]
 
 
 def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
     text = 'question,answer\nGood?,yes\n"He said "hi" to me?",yes\nBetter?,yes\n'
-    found = read_questions(written(tmp_path, "q.csv", text))
-    assert [q.text for q in found.questions] == ["Good?", "Better?"]
-    assert found.remarks == ("line 3 is left out: it is no row of a table (',' expected after '\"')",)
+    result = read_questions(written(tmp_path, "q.csv", text))
+    assert [q.text for q in result.questions] == ["Good?", "Better?"]
+    assert result.remarks == ("line 3 is left out: it is no row of a table (',' expected after '\"')",)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
 )
 def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, Any], said: str) -> None:
     rows = [{"question": "Where?", **row}, {"question": "Good?"}]
-    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows))))
-    assert [q.text for q in found.questions] == ["Good?"]
-    assert said in found.remarks[0]
+    result = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [q.text for q in result.questions] == ["Good?"]
+    assert said in result.remarks[0]
 
 
 def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> Non
         {"question": "2+2?", "choices": [1, 2, 3, 4], "answer": 4, "group": 3},
         {"question": "1+1?", "choices": [1, 2, 3, 4], "answer": 2},
     ]
-    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
-    assert [q.references for q in found] == [("Rome", "Roma"), ("4",), ("2",)]
-    assert found[1].group == "3"
+    result = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
+    assert [q.references for q in result] == [("Rome", "Roma"), ("4",), ("2",)]
+    assert result[1].group == "3"
 
 
 def test_the_prompt_holds_the_passage_the_choices_and_a_plea() -> None:
@@ -205,8 +205,8 @@ def test_the_packages_own_questions_are_of_every_kind() -> None:
 
 
 def test_questions_may_be_given_as_texts_and_mappings() -> None:
-    found = QuestionSet.of(["Why?", {"text": "Who?", "references": ["Ann"]}, Question("When?")])
-    assert [q.id for q in found.questions] == ["1", "2", "3"]
+    result = QuestionSet.of(["Why?", {"text": "Who?", "references": ["Ann"]}, Question("When?")])
+    assert [q.id for q in result.questions] == ["1", "2", "3"]
     with pytest.raises(ConfigError, match="did you mean 'references'"):
         QuestionSet.of([{"text": "Who?", "reference": ["Ann"]}])
     with pytest.raises(ConfigError, match="not int"):

@@ -23,14 +23,14 @@ def points(right: int, first: int = 0) -> list[float]:
 
 def test_of_right_and_wrong_answers_the_parts_are_shares_of_the_questions() -> None:
     """20 right, 16 right, 12 of them both."""
-    found = combination_of({"worse": points(16, first=8), "better": points(20)})
-    assert found.best == "better"
-    assert found.members == ("worse", "better")
-    assert found.gap.mean == pytest.approx(10.0)
-    assert found.added.mean == pytest.approx(10.0), "4 of 40 that only the worse one knows"
-    assert found.contradicted.mean == pytest.approx(20.0), "8 of 40 on which it contradicts a right better one"
-    assert found.predicted.mean == pytest.approx(100 * (12 + 2 / 3 * 12) / 40 - 50), "two of three that one knows"
-    assert found.predicted.low < found.predicted.mean < found.predicted.high
+    result = combination_of({"worse": points(16, first=8), "better": points(20)})
+    assert result.best == "better"
+    assert result.members == ("worse", "better")
+    assert result.gap.mean == pytest.approx(10.0)
+    assert result.added.mean == pytest.approx(10.0), "4 of 40 that only the worse one knows"
+    assert result.contradicted.mean == pytest.approx(20.0), "8 of 40 on which it contradicts a right better one"
+    assert result.predicted.mean == pytest.approx(100 * (12 + 2 / 3 * 12) / 40 - 50), "two of three that one knows"
+    assert result.predicted.low < result.predicted.mean < result.predicted.high
 
 
 def test_members_that_say_the_same_gain_nothing() -> None:
@@ -44,7 +44,7 @@ def test_a_member_whose_vote_counts_more_is_followed_more_often() -> None:
     weighted = combination_of(both, beforehand=Beforehand(votes={"worse": 1.0, "better": 9.0}))
     followed = 0.9 + 0.1 / 3, 0.1 + 0.9 / 3
     assert weighted.predicted.mean == pytest.approx(100 * (12 + 8 * followed[0] + 4 * followed[1]) / 40 - 50)
-    assert weighted.predicted.mean > combination_of(both).predicted.mean, "it loses less of what the better one knows"
+    assert weighted.predicted.mean > combination_of(both).predicted.mean, "it loses fewer answers of the better one"
 
 
 def test_answers_that_are_right_by_guessing_are_not_won() -> None:
@@ -57,24 +57,24 @@ def test_answers_that_are_right_by_guessing_are_not_won() -> None:
     won = combination_of(knowing, beforehand=chance).predicted.mean - combination_of(knowing).predicted.mean
     assert won == pytest.approx(0.0), "who is always right does not guess"
     half = {"one": points(25), "two": points(10, first=30)}  # of 25 right ones 20 are known
-    found = combination_of(half, beforehand=chance).predicted.mean
-    assert found == pytest.approx(100 / 40 * (25 / 2 * (1 + 0.8 / 3) + 10 / 2) - 62.5)
+    result = combination_of(half, beforehand=chance).predicted.mean
+    assert result == pytest.approx(100 / 40 * (25 / 2 * (1 + 0.8 / 3) + 10 / 2) - 62.5)
 
 
 def test_near_members_that_know_different_things_come_first_and_far_ones_last() -> None:
-    found = suggestion_of({"good": points(24), "other": points(24, first=12), "twin": points(24), "bad": points(4)})
-    sets = [each.members for each in found.combinations]
-    assert found.sets == len(sets) == 6 + 4
+    result = suggestion_of({"good": points(24), "other": points(24, first=12), "twin": points(24), "bad": points(4)})
+    sets = [each.members for each in result.combinations]
+    assert result.sets == len(sets) == 6 + 4
     assert sets[0] in (("good", "other"), ("other", "twin"), ("good", "other", "twin"))
     assert "bad" in sets[-1]
-    predicted = [each.to_best.mean for each in found.combinations]
+    predicted = [each.to_best.mean for each in result.combinations]
     assert predicted == pytest.approx(sorted(predicted, reverse=True))
 
 
 def test_a_gain_is_recommended_where_its_interval_is_above_zero() -> None:
-    found = suggestion_of({"one": points(20), "two": points(20, first=20)})
-    assert found.recommended is found.combinations[0]
-    assert found.headline.startswith("Try one + two: +16.7 [+")
+    result = suggestion_of({"one": points(20), "two": points(20, first=20)})
+    assert result.recommended is result.combinations[0]
+    assert result.headline.startswith("Try one + two: +16.7 [+")
     unsure = suggestion_of({"one": points(20), "two": points(20, first=2)})
     assert unsure.recommended is None
     assert unsure.headline.startswith("These questions cannot show whether one + two are worth a try: +")
@@ -89,8 +89,8 @@ def test_few_questions_recommend_nothing() -> None:
 
 
 def test_a_pair_of_weaker_members_is_measured_by_the_best_of_all() -> None:
-    found = suggestion_of({"best": points(30), "one": points(10), "two": points(10, first=10)})
-    weak = next(each for each in found.combinations if each.members == ("one", "two"))
+    result = suggestion_of({"best": points(30), "one": points(10), "two": points(10, first=10)})
+    weak = next(each for each in result.combinations if each.members == ("one", "two"))
     assert weak.predicted.mean > 0 > weak.to_best.mean
 
 
@@ -101,9 +101,9 @@ def test_members_more_than_ten_points_apart_are_warned_of() -> None:
 
 
 def test_the_most_promising_sets_of_many_members_are_listed() -> None:
-    found = suggestion_of({f"m{n}": points(20, first=n) for n in range(8)})
-    assert found.sets == 28 + 56
-    assert len(found.combinations) == MAX_LISTED
+    result = suggestion_of({f"m{n}": points(20, first=n) for n in range(8)})
+    assert result.sets == 28 + 56
+    assert len(result.combinations) == MAX_LISTED
 
 
 # ── asking ───────────────────────────────────────────────────────────────────────────────────────
@@ -122,15 +122,15 @@ def suggested(fakes: Fakes, **how: object) -> Suggestion:
 
 def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
     fakes = Fakes(SCRIPT)
-    found = suggested(fakes)
+    result = suggested(fakes)
     assert [config.names for config in fakes.engines] == [("one",), ("two",), ("three",)]
     assert fakes.opened == 3 * 40
-    assert found.rows == 40
-    assert found.best == "one"
-    assert found.means == {"one": 50.0, "two": 50.0, "three": 0.0}
-    assert found.recommended is not None
-    assert found.recommended.members == ("one", "two")
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["recommended"] == ["one", "two"]
+    assert result.rows == 40
+    assert result.best == "one"
+    assert result.means == {"one": 50.0, "two": 50.0, "three": 0.0}
+    assert result.recommended is not None
+    assert result.recommended.members == ("one", "two")
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["recommended"] == ["one", "two"]
 
 
 def test_a_comparison_and_a_suggestion_continue_each_others_file(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_a_comparison_and_a_suggestion_continue_each_others_file(tmp_path: Path)
     assert suggested(again, run=run, timed=2) == first
     assert not again.engines
     fakes = Fakes(SCRIPT)
-    found = compare(["one", "two"], ROWS, run=run, make_engine=fakes, timed=2)
+    result = compare(["one", "two"], ROWS, run=run, make_engine=fakes, timed=2)
     assert fakes.opened == 2 * 40 + 2, "the ensemble alone, and once before its first timed answer"
-    assert {found.costs[name].timed for name in ("one", "two", ENSEMBLE)} == {2}
-    predicted = found.to_dict()["columns"]["all"]["suggested"]
+    assert {result.costs[name].timed for name in ("one", "two", ENSEMBLE)} == {2}
+    predicted = result.to_dict()["columns"]["all"]["suggested"]
     pair = next(each for each in first.combinations if each.members == ("one", "two"))
     assert predicted["predicted"] == pair.predicted.to_dict()
 
@@ -153,9 +153,9 @@ def test_a_member_that_fails_is_left_out_by_name() -> None:
         drafts = request.member == "three" and isinstance(request.op, (Draft, DraftAlone))
         return Fault("RuntimeError", "out of order") if drafts else None
 
-    found = suggested(Fakes(SCRIPT, disturb=disturb))
-    assert list(found.means) == ["one", "two"]
-    assert "three has no answer to 40 of 40 questions, and is left out" in found.remarks[0]
+    result = suggested(Fakes(SCRIPT, disturb=disturb))
+    assert list(result.means) == ["one", "two"]
+    assert "three has no answer to 40 of 40 questions, and is left out" in result.remarks[0]
 
 
 def test_what_cannot_be_suggested_is_refused() -> None:

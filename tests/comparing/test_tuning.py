@@ -43,33 +43,33 @@ def test_many_small_groups_are_halved_together() -> None:
 def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> None:
     """The worse one is first, so that it wins where both are of the same weight."""
     fakes = Fakes(script(worse=range(0), better=range(60)), likes=True)
-    found = tune(["worse", "better"], ROWS, make_engine=fakes)
-    weights = {m.label: m.weight for m in found.config.member_configs}
+    result = tune(["worse", "better"], ROWS, make_engine=fakes)
+    weights = {m.label: m.weight for m in result.config.member_configs}
     assert weights["better"] > weights["worse"]
-    assert found.change == "weight 2 for better"
-    assert found.gained
-    assert found.gain == Interval(100.0, 100.0, 100.0, 30, 0.0)
-    assert found.best == "better"
-    assert found.to_best.mean == 0.0
-    assert "gives +100.0 [+100.0, +100.0] points on the 30 questions that did not choose it" in found.point.text
+    assert result.change == "weight 2 for better"
+    assert result.gained
+    assert result.gain == Interval(100.0, 100.0, 100.0, 30, 0.0)
+    assert result.best == "better"
+    assert result.to_best.mean == 0.0
+    assert "gives +100.0 [+100.0, +100.0] points on the 30 questions that did not choose it" in result.point.text
 
 
 @pytest.mark.parametrize(("larger", "change"), [(8, "equal votes"), (2, "equal votes"), (0.5, "")])
 def test_a_small_member_that_knows_more_gets_an_equal_vote(larger: float, change: str) -> None:
     sizes = {"better": 1000, "worse": int(1000 * larger)}
     fakes = Fakes(script(better=range(60), worse=range(0)), likes=True, sizes=sizes)
-    found = tune(["better", "worse"], ROWS, make_engine=fakes)
-    assert found.change == change
-    assert found.gained == bool(change)
-    assert found.config.first_weights == ("equal" if change else "size")
+    result = tune(["better", "worse"], ROWS, make_engine=fakes)
+    assert result.change == change
+    assert result.gained == bool(change)
+    assert result.config.first_weights == ("equal" if change else "size")
 
 
 def test_where_nothing_is_better_nothing_is_changed() -> None:
-    found = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
-    assert found.change == ""
-    assert not found.gained
-    assert "nothing is better than the settings as they are" in found.point.text
-    assert found.config == EnsembleConfig(["one", "two"])
+    result = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
+    assert result.change == ""
+    assert not result.gained
+    assert "nothing is better than the settings as they are" in result.point.text
+    assert result.config == EnsembleConfig(["one", "two"])
 
 
 def test_a_gain_on_the_chosen_half_alone_is_not_called_a_gain() -> None:
@@ -79,11 +79,11 @@ def test_a_gain_on_the_chosen_half_alone_is_not_called_a_gain() -> None:
         "first": {f"question {n}": "first errs ." for n in range(60)},
         "second": {f"question {n}": f"word{n} sea ." if n in chosen else "second errs ." for n in range(60)},
     }
-    found = tune(["first", "second"], ROWS, make_engine=Fakes(members, likes=True))
-    assert found.change
-    assert found.chosen.above
-    assert not found.gained
-    assert "no gain is shown" in found.point.text
+    result = tune(["first", "second"], ROWS, make_engine=Fakes(members, likes=True))
+    assert result.change
+    assert result.chosen.above
+    assert not result.gained
+    assert "no gain is shown" in result.point.text
 
 
 def numbered_rows() -> list[dict[str, object]]:

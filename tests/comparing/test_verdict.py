@@ -19,52 +19,52 @@ def title(comparison: Comparison, name: str) -> str:
 
 
 def test_better_is_claimed_where_the_interval_is_above_zero() -> None:
-    found = made({"one": [GOOD] * 10 + [BAD] * 30, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 30 + [BAD] * 10})
-    assert found.verdict.outcome == "better"
-    assert found.verdict.headline.startswith(
+    result = made({"one": [GOOD] * 10 + [BAD] * 30, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 30 + [BAD] * 10})
+    assert result.verdict.outcome == "better"
+    assert result.verdict.headline.startswith(
         "Yes: the ensemble is better than the best member, one, on 40 questions: +50.0 ["
     )
-    gap = found.columns["all"].differences[ENSEMBLE]
+    gap = result.columns["all"].differences[ENSEMBLE]
     assert 0 < gap.low < gap.mean == 50 < gap.high
 
 
 def test_worse_names_the_member_to_use() -> None:
-    found = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
-    assert found.verdict.outcome == "worse"
-    assert found.verdict.headline.endswith("Use one alone.")
+    result = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
+    assert result.verdict.outcome == "worse"
+    assert result.verdict.headline.endswith("Use one alone.")
 
 
 @pytest.mark.parametrize("ours", [[GOOD] * 21 + [BAD] * 19, [GOOD] * 20 + [BAD] * 20])
 def test_nothing_is_claimed_where_zero_is_in_the_interval(ours: list[str]) -> None:
-    found = made({"one": [BAD] * 20 + [GOOD] * 20, "two": [BAD] * 40, ENSEMBLE: ours})
-    assert found.verdict.outcome == "not seen"
-    assert "No difference is seen" in found.verdict.headline
-    assert any("differences below" in limit for limit in found.verdict.limits)
+    result = made({"one": [BAD] * 20 + [GOOD] * 20, "two": [BAD] * 40, ENSEMBLE: ours})
+    assert result.verdict.outcome == "not seen"
+    assert "No difference is seen" in result.verdict.headline
+    assert any("differences below" in limit for limit in result.verdict.limits)
 
 
 def test_nothing_is_claimed_of_few_rows_however_clear_they_are() -> None:
-    found = made({"one": [BAD] * 19, "two": [BAD] * 19, ENSEMBLE: [GOOD] * 19})
-    assert found.verdict.outcome == "too few rows"
-    assert not title(found, "Best alone")
-    assert not title(found, "Which to drop")
+    result = made({"one": [BAD] * 19, "two": [BAD] * 19, ENSEMBLE: [GOOD] * 19})
+    assert result.verdict.outcome == "too few rows"
+    assert not title(result, "Best alone")
+    assert not title(result, "Which to drop")
     more = made({"one": [BAD] * 20, "two": [BAD] * 20, ENSEMBLE: [GOOD] * 20})
     assert more.verdict.outcome == "better"
 
 
 def test_one_row_has_no_interval_and_is_plain_json() -> None:
-    found = made({"one": [BAD], "two": [BAD], ENSEMBLE: [GOOD]})
-    assert found.verdict.outcome == "too few rows"
-    reported = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    result = made({"one": [BAD], "two": [BAD], ENSEMBLE: [GOOD]})
+    assert result.verdict.outcome == "too few rows"
+    reported = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert reported["columns"]["all"]["differences"][ENSEMBLE]["low"] is None
-    assert "<svg" in found.to_html()
+    assert "<svg" in result.to_html()
 
 
 def test_without_references_nothing_is_claimed_to_be_better() -> None:
-    found = made({"one": [GOOD] * 30, "two": [BAD] * 29 + [GOOD], ENSEMBLE: [GOOD] * 30}, references=None)
-    assert found.verdict.outcome == "no references"
-    assert found.columns == {}
-    assert "share 3 % of their words; to 1 of 30 questions they are the same" in title(found, "Agreement")
-    assert "<h2>Points" not in found.to_html()
+    result = made({"one": [GOOD] * 30, "two": [BAD] * 29 + [GOOD], ENSEMBLE: [GOOD] * 30}, references=None)
+    assert result.verdict.outcome == "no references"
+    assert result.columns == {}
+    assert "share 3 % of their words; to 1 of 30 questions they are the same" in title(result, "Agreement")
+    assert "<h2>Points" not in result.to_html()
 
 
 def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
@@ -77,20 +77,20 @@ def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
         "without two": [GOOD] * 20 + [BAD] * 20,
         "without bad": [GOOD] * 40,
     }
-    said = title(made(texts), "Which to drop")
-    assert "without bad it is better: +50.0 [" in said
-    assert "drop it; without one it is worse: -50.0 [" in said
-    assert "without two no difference is seen: +0.0 [+0.0, +0.0]" in said
+    text = title(made(texts), "Which to drop")
+    assert "without bad it is better: +50.0 [" in text
+    assert "drop it; without one it is worse: -50.0 [" in text
+    assert "without two no difference is seen: +0.0 [+0.0, +0.0]" in text
 
 
 def test_the_member_to_drop_of_two_is_judged_by_the_other_alone() -> None:
-    found = made({"one": [GOOD] * 40, "bad": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
-    assert "without bad it is better" in title(found, "Which to drop")
+    result = made({"one": [GOOD] * 40, "bad": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
+    assert "without bad it is better" in title(result, "Which to drop")
 
 
 def test_unmeasured_values_are_reported_as_unknown() -> None:
-    found = made({"one": [GOOD] * 40, "two": [BAD] * 40, "three": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
-    assert "--leave-one-out" in title(found, "Which to drop")
+    result = made({"one": [GOOD] * 40, "two": [BAD] * 40, "three": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert "--leave-one-out" in title(result, "Which to drop")
 
 
 def test_members_more_than_six_points_apart_are_named() -> None:
@@ -123,39 +123,39 @@ def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
 
 
 def test_half_precision_is_reported_to_change_answers_between_runs() -> None:
-    found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
-    assert not any("half precision" in limit for limit in found.verdict.limits)
-    half = replace(found, in_half=("one",))
+    result = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
+    assert not any("half precision" in limit for limit in result.verdict.limits)
+    half = replace(result, in_half=("one",))
     assert any("half precision" in limit for limit in half.verdict.limits)
 
 
 def test_repetition_is_reported() -> None:
     loop = "so it continues " * 4
-    found = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
-    assert title(found, "Repetition").endswith("one 10 %, two 0 %, the ensemble 0 %.")
+    result = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
+    assert title(result, "Repetition").endswith("one 10 %, two 0 %, the ensemble 0 %.")
 
 
 def test_each_kind_has_its_metric_and_its_best_member() -> None:
     references = ["the sea"] * 20 + ["7"] * 20 + ["Light of short waves is scattered much more than others."] * 20
     right = ["the sea"] * 20 + ["It is 7."] * 20 + ["Light of short waves is scattered"] * 20
-    found = made({"one": [BAD] * 60, "two": ["8"] * 60, ENSEMBLE: right}, references)
-    assert list(found.columns) == ["all", "short: f1", "short: contains", "number: exact", "text: rougeL"]
-    assert found.columns["number: exact"].means[ENSEMBLE] == 100
-    assert "short (20, F1) +100.0" in title(found, "By kind")
-    assert "few to say" not in title(found, "By kind")
+    result = made({"one": [BAD] * 60, "two": ["8"] * 60, ENSEMBLE: right}, references)
+    assert list(result.columns) == ["all", "short: f1", "short: contains", "number: exact", "text: rougeL"]
+    assert result.columns["number: exact"].means[ENSEMBLE] == 100
+    assert "short (20, F1) +100.0" in title(result, "By kind")
+    assert "few to say" not in title(result, "By kind")
 
 
 def test_other_writing_is_compared_by_characters() -> None:
     reference = "Радуга появляется, когда солнечный свет встречает капли дождя в воздухе."
-    found = made({"one": [reference] * 2, "two": ["Не знаю."] * 2, ENSEMBLE: [reference] * 2}, reference)
-    assert list(found.columns) == ["all", "text: chrf"]
-    assert found.columns["text: chrf"].means["one"] == pytest.approx(100)
-    assert found.columns["text: chrf"].means["two"] < 20
+    result = made({"one": [reference] * 2, "two": ["Не знаю."] * 2, ENSEMBLE: [reference] * 2}, reference)
+    assert list(result.columns) == ["all", "text: chrf"]
+    assert result.columns["text: chrf"].means["one"] == pytest.approx(100)
+    assert result.columns["text: chrf"].means["two"] < 20
 
 
 def test_questions_over_the_same_passage_are_not_taken_for_separate_ones() -> None:
-    found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
-    assert not any("passage" in limit for limit in found.verdict.limits)
-    passage = [type(q)(q.text, q.id, q.references, "It is the sea.") for q in found.questions]
-    shared = Comparison(tuple(passage), found.askers, found.answers, found.weights)
+    result = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
+    assert not any("passage" in limit for limit in result.verdict.limits)
+    passage = [type(q)(q.text, q.id, q.references, "It is the sea.") for q in result.questions]
+    shared = Comparison(tuple(passage), result.askers, result.answers, result.weights)
     assert any("several are about the same passage" in limit for limit in shared.verdict.limits)

@@ -37,9 +37,9 @@ def test_only_differing_answers_are_voted_on_and_sides_reveal_nothing() -> None:
 
 def test_the_page_names_no_member_before_the_result_is_requested() -> None:
     page = made(TEXTS, references=None).to_voting_page()
-    shown = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    assert "the ensemble" not in shown
-    assert ">one<" not in shown
+    output = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "the ensemble" not in output
+    assert ">one<" not in output
 
 
 def test_text_of_models_ends_no_script(tmp_path: Path) -> None:
@@ -53,49 +53,49 @@ def test_text_of_models_ends_no_script(tmp_path: Path) -> None:
 
 
 def test_votes_decide_where_there_are_no_references() -> None:
-    found = made(TEXTS, references=None)
-    pairs = pairs_of(found)
-    won = found.with_votes(all_for(pairs, 30))
+    result = made(TEXTS, references=None)
+    pairs = pairs_of(result)
+    won = result.with_votes(all_for(pairs, 30))
     assert won.votes == Votes("one", 30, 9)
     assert won.verdict.outcome == "better"
     assert won.verdict.headline.startswith("Yes: people prefer the ensemble to one: it won 77 % [62, 87] of 39 votes")
-    assert found.with_votes(all_for(pairs, 5)).verdict.outcome == "worse"
-    assert found.with_votes(all_for(pairs, 20)).verdict.outcome == "not seen"
-    few = found.with_votes(dict(list(all_for(pairs, 19).items())[:19]))
+    assert result.with_votes(all_for(pairs, 5)).verdict.outcome == "worse"
+    assert result.with_votes(all_for(pairs, 20)).verdict.outcome == "not seen"
+    few = result.with_votes(dict(list(all_for(pairs, 19).items())[:19]))
     assert few.verdict.outcome == "no references"
     assert "Votes" in {point.title for point in few.verdict.points}
 
 
 def test_votes_are_shown_with_references_and_do_not_replace_them() -> None:
-    found = made(TEXTS, references="nothing of the kind")
-    voted = found.with_votes(all_for(pairs_of(found), 39))
-    assert voted.verdict.outcome == found.verdict.outcome == "not seen"
+    result = made(TEXTS, references="nothing of the kind")
+    voted = result.with_votes(all_for(pairs_of(result), 39))
+    assert voted.verdict.outcome == result.verdict.outcome == "not seen"
     assert voted.verdict.points[0].title == "Votes"
     assert json.loads(json.dumps(voted.to_dict()))["votes"]["ours"] == 39
 
 
 def test_ties_count_for_neither_side() -> None:
-    found = made(TEXTS, references=None)
-    votes = {pair.key: "equal" for pair in pairs_of(found)}
-    assert found.with_votes(votes).votes == Votes("one", 0, 0, 39)
-    assert found.with_votes(votes).verdict.outcome == "no references"
+    result = made(TEXTS, references=None)
+    votes = {pair.key: "equal" for pair in pairs_of(result)}
+    assert result.with_votes(votes).votes == Votes("one", 0, 0, 39)
+    assert result.with_votes(votes).verdict.outcome == "no references"
 
 
 def test_votes_against_another_member_are_known_by_their_answers() -> None:
-    found = made(TEXTS, references=None)
-    votes = all_for(pairs_of(found, "two"), 10)
-    assert found.with_votes(votes).votes == Votes("two", 10, 30)
-    stray = found.with_votes({**votes, "0" * 24: "left"})
+    result = made(TEXTS, references=None)
+    votes = all_for(pairs_of(result, "two"), 10)
+    assert result.with_votes(votes).votes == Votes("two", 10, 30)
+    stray = result.with_votes({**votes, "0" * 24: "left"})
     assert stray.remarks == ("1 of 41 votes are on other answers and do not count",)
     with pytest.raises(ConfigError, match="did you mean 'two'"):
-        found.to_voting_page("tow")
+        result.to_voting_page("tow")
 
 
 def test_a_new_page_keeps_the_votes_of_an_older_one(tmp_path: Path) -> None:
-    found = made(TEXTS, references=None)
-    votes = all_for(pairs_of(found), 3)
+    result = made(TEXTS, references=None)
+    votes = all_for(pairs_of(result), 3)
     file = tmp_path / "vote.html"
-    file.write_text(found.to_voting_page(votes={**votes, "gone": "left"}), "utf-8")
+    file.write_text(result.to_voting_page(votes={**votes, "gone": "left"}), "utf-8")
     assert votes_on(file) == votes
 
 

@@ -65,8 +65,8 @@ def test_no_prompt_that_is_measured_is_worded_as_a_row_that_taught() -> None:
     row = {"id": "0", "task": "rag", "prompt": "Who keeps the mill?", "context": "Ada keeps the mill.\n\nIt is red."}
     measured = [quality_rows.question({**row, "references": ["Ada"]}, task, 8).prompt for task in quality_rows.PLEAS]
     compared = Question(text=row["prompt"], passage=row["context"], references=["Ada"]).prompt
-    shown = [example_prompt(name) for name in ("rag_langchain", "rag_llamaindex")]
-    assert [prompt for prompt in (*measured, compared, *shown) if is_framed_as_taught(prompt)] == []
+    outputs = [example_prompt(name) for name in ("rag_langchain", "rag_llamaindex")]
+    assert [prompt for prompt in (*measured, compared, *outputs) if is_framed_as_taught(prompt)] == []
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_rows_of_both_kinds_can_be_learned_from(rows: list[dict[str, Any]], tmp_
     passage = {"prompt": "How many?\n\n" + "word " * 40, "references": ["Two"]}
     short = {"prompt": "How many?", "references": ["Two"]}
     file.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], passage, short)))
-    found = read_rows(file, prompts, 7, 10_000)
-    assert [len(ways) for ways in found] == [1, 3, 3]
-    assert all(answer[-1] == 7 for ways in found for _, answer in ways)
+    result = read_rows(file, prompts, 7, 10_000)
+    assert [len(ways) for ways in result] == [1, 3, 3]
+    assert all(answer[-1] == 7 for ways in result for _, answer in ways)
 
 
 def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
     short = {"prompt": "Why?", "references": ["No passage."]}
     plain.write_text("".join(json.dumps(row) + "\n" for row in (*given, short)))
     notes(plain, out)
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    asked = [row["messages"][0]["content"] for row in found]
-    assert len(found) == 4
-    assert all(text in prompt for text in texts.values() for prompt in asked)
-    assert [sum(question in prompt for prompt in asked) for question in texts] == [2, 2]
-    assert {row["answer"] for row in found} == {"The 46."}
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    requests = [row["messages"][0]["content"] for row in results]
+    assert len(results) == 4
+    assert all(text in prompt for text in texts.values() for prompt in requests)
+    assert [sum(question in prompt for prompt in requests) for question in texts] == [2, 2]
+    assert {row["answer"] for row in results} == {"The 46."}

@@ -22,7 +22,7 @@ def test_rows_with_a_short_answer_come_with_pleas_for_one() -> None:
 
 def test_half_of_the_passages_come_before_their_question() -> None:
     chance, passage = random.Random(0), "p" * PASSAGE
-    asked = [ways(f"How many?\n\n{passage}", LONG, chance)[0] for _ in range(100)]
-    assert set(asked) == {f"How many?\n\n{passage}", f"{passage}\n\nHow many?"}
-    assert 30 < sum(words.startswith("How") for words in asked) < 70
+    requests = [ways(f"How many?\n\n{passage}", LONG, chance)[0] for _ in range(100)]
+    assert set(requests) == {f"How many?\n\n{passage}", f"{passage}\n\nHow many?"}
+    assert 30 < sum(words.startswith("How") for words in requests) < 70
     assert ways("How many?\n\na, b", LONG, chance) == ["How many?\n\na, b"]

@@ -44,9 +44,9 @@ def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(sco
     """Each of ten first words has 7 %, the call 30 %, and the text after its tag is certain."""
     call = candidate(CALL + "name", (TAG, 0.3), (2, 1.0), (4, 1.0), call=TAG)
     text = candidate("No, it is not", (2, 0.07), (1, 0.9), (10, 0.9))
-    found = elect([call, text], score=score)
-    assert found.scores == [pytest.approx([0.3, 0.7])]
-    assert found.winner == 1
+    result = elect([call, text], score=score)
+    assert result.scores == [pytest.approx([0.3, 0.7])]
+    assert result.winner == 1
     assert elect([call, candidate(text.text, (13, 0.07))], score=score).winner == 1
 
 
@@ -155,22 +155,22 @@ def test_calls_and_values_are_decided_early_from_a_larger_lead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The one that says where candidates are better compared as wholes."""
-    found, margin = [], EnsembleConfig.margin
+    results, margin = [], EnsembleConfig.margin
 
     def noted(self: EnsembleConfig, *, whole: bool) -> float:
-        found.append(whole)
+        results.append(whole)
         return margin(self, whole=whole)
 
     monkeypatch.setattr(EnsembleConfig, "margin", noted)
     first_round(tmp_path, {"one": (speeches[0], 6.0), "other": (speeches[1], 6.0)}, tools, grammar, first_segment=20)
-    assert found[0] is whole
+    assert results[0] is whole
 
 
 def test_short_texts_with_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
     """They are compared as they are where no tool is offered."""
     speeches = {"one": (" yes it is", 6.0), "other": (" no it was", 6.0)}
-    found = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]
-    scores = [[dict(candidate.scores) for candidate in record.candidates] for record in found]
+    results = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]
+    scores = [[dict(candidate.scores) for candidate in record.candidates] for record in results]
     assert scores[0] == scores[1]
-    assert all(candidate.ends for candidate in found[0].candidates)
+    assert all(candidate.ends for candidate in results[0].candidates)
     assert sum(each["one"] for each in scores[0]) < 0.9

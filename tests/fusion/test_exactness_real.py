@@ -116,11 +116,11 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
 @pytest.fixture(scope="module")
 def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
     """The same members in static execution."""
-    found = [copy.copy(member) for member in local_members(exact_engine)]
-    for member in found:
+    results = [copy.copy(member) for member in local_members(exact_engine)]
+    for member in results:
         model = member.runner.model
         member._runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,12 +130,12 @@ def test_both_executions_give_the_same_rounds(
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     chance = {} if kind in ("english", "emoji") else {"temperature": 0.9, "top_p": 0.9, "seed": 5}
     params = SamplingParams(max_tokens=200, **chance)
-    found = []
+    results = []
     for members in (local_members(exact_engine), static_members):
         session = open_session(config, members, question(PROMPTS[kind]), params)
-        found.append(run_rounds(session, 2))
+        results.append(run_rounds(session, 2))
         session.release()
-    for dynamic, static in zip(*found, strict=True):
+    for dynamic, static in zip(*results, strict=True):
         assert (static.text, static.winner) == (dynamic.text, dynamic.winner)
         for one, other in zip(static.candidates, dynamic.candidates, strict=True):
             assert (one.text, one.drafters, one.tokens) == (other.text, other.drafters, other.tokens)
@@ -161,8 +161,8 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_pa
         assert sequence._row.used == len(sequence.prompt) + len(sequence.answer)
         with torch.inference_mode():
             fresh = member.runner.plain([*sequence.prompt, *sequence.answer])[-1]
-            kept = sequence.logits(Branch(len(sequence.answer), ()))
-        assert float((fresh.log_softmax(-1) - kept.log_softmax(-1)).abs().max()) < 1e-3
+            retained = sequence.logits(Branch(len(sequence.answer), ()))
+        assert float((fresh.log_softmax(-1) - retained.log_softmax(-1)).abs().max()) < 1e-3
 
 
 def test_the_order_of_members_changes_no_candidate_and_no_score(exact_engine: EnsembleEngine) -> None:

@@ -56,17 +56,17 @@ def test_while_one_member_leads_the_others_commit() -> None:
 
 
 def test_text_is_committed_by_itself_where_a_context_may_be_full_with_it() -> None:
-    kept, limit, alone = SamplingParams(max_tokens=50), 100, 0
+    retained, limit, alone = SamplingParams(max_tokens=50), 100, 0
     with fake(FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})) as engine:
-        expected = engine.generate("tell me", kept)
+        expected = engine.generate("tell me", retained)
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
     with fake(lane) as engine:
-        assert engine.generate("tell me", kept).text == expected.text
+        assert engine.generate("tell me", retained).text == expected.text
     assert not any(isinstance(request.op, Commit) for request in lane.asked), "the cache holds the whole answer"
     for limit in range(26, 60, 3):
         lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
         with fake(lane) as engine:
-            result, room = engine.generate("tell me", kept), 8 * engine.config.longest_segment
+            result, room = engine.generate("tell me", retained), 8 * engine.config.longest_segment
         counts = [2 + len(expected.text[: record.start].split()) for record in expected.rounds]
         assert len(result.rounds) == sum(used + room <= limit for used in counts)
         committed = [op.text if isinstance(op, Commit) else op.commit for op in lane.ops("a", Commit, Draft)]
@@ -168,21 +168,21 @@ def test_segments_arrive_one_by_one() -> None:
 
 
 def test_a_segment_is_sent_before_members_commit_it() -> None:
-    shown, waited = threading.Semaphore(0), list[bool]()
+    output, waited = threading.Semaphore(0), list[bool]()
 
     def disturb(request: StageRequest) -> None:
         if isinstance(request.op, Draft) and request.op.commit and request.member == "a":
-            waited.append(shown.acquire(timeout=10))
+            waited.append(output.acquire(timeout=10))
 
     with fake(*two(disturb=disturb)) as engine:
         for event in engine.stream("tell me"):
             if isinstance(event, SegmentEvent):
-                shown.release()
+                output.release()
     assert waited == [True] * 3
 
 
 def test_the_method_and_the_text_know_no_tensor() -> None:
     modules = "specfuse_shared.fusion.session, specfuse_shared.members.stages, specfuse_shared.text.chat_template"
     script = f"import sys, {modules}; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -76,7 +76,7 @@ def test_three_members_of_which_one_outvotes_the_others_equal_the_naive_rounds(
 
 
 class Likes(dict[tuple[str, str], float]):
-    """Two weak members find only their own words likely, and the strong one is certain of its own."""
+    """Two weak members give only their own words a high probability, and the strong member is certain of its words."""
 
     def get(self, key: tuple[str, str], default: float = 0.0) -> float:  # type: ignore[override]
         member, text = key

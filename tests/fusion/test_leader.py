@@ -40,10 +40,12 @@ def info(size: int, may_guess: bool = True) -> SimpleNamespace:
 def lead(
     seconds: Mapping[str, float], answers: int, settled: Sequence[bool] = (), lanes: Sequence[int] = (0, 1)
 ) -> LeaderPolicy:
-    found = LeaderPolicy(LaneStats(dict(zip(("small", "large"), lanes, strict=True)), lambda: answers, lambda: seconds))
+    result = LeaderPolicy(
+        LaneStats(dict(zip(("small", "large"), lanes, strict=True)), lambda: answers, lambda: seconds)
+    )
     for one in settled:
-        found.learn(["small"], one)
-    return found
+        result.learn(["small"], one)
+    return result
 
 
 PAIR = sides(small=100, large=100)
@@ -84,10 +86,10 @@ def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() ->
     traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
     assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
-        found = LeaderPolicy(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
+        result = LeaderPolicy(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
         for _ in range(10):
-            found.learn(["small"], settled=True)
-        assert is_worth(found) == pays
+            result.learn(["small"], settled=True)
+        assert is_worth(result) == pays
 
 
 def test_a_lone_answer_has_one_where_its_drafts_are_there_earlier() -> None:
@@ -120,10 +122,10 @@ def test_the_quickest_member_leads(seconds: Mapping[str, float], leader: str) ->
 
 
 def test_the_winner_leads_among_equals() -> None:
-    found = lead(EVEN, 1, lanes=(0, 0))
+    result = lead(EVEN, 1, lanes=(0, 0))
     for _ in range(5):
-        found.learn(["large"], settled=False)
-    assert found.leader(PAIR, PAIR.present, 5) == "large"
+        result.learn(["large"], settled=False)
+    assert result.leader(PAIR, PAIR.present, 5) == "large"
 
 
 def test_seconds_of_a_forward_pass_come_from_the_metrics() -> None:

@@ -101,6 +101,6 @@ def test_ids_that_a_vocabulary_has_not_end_nothing(config: EnsembleConfig, param
     """Ids as an architecture's defaults name them, with a smaller vocabulary."""
     beyond = [replace(m, stop_token_ids=(*m.stop_token_ids, 151_329)) for m in config.member_configs]
     with EnsembleEngine(config) as plain, EnsembleEngine(replace(config, members=beyond)) as engine:
-        expected, found = plain.generate(QUESTION, params), engine.generate(QUESTION, params)
-        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        expected, result = plain.generate(QUESTION, params), engine.generate(QUESTION, params)
+        assert (result.text, result.finish_reason) == (expected.text, expected.finish_reason)
         assert not any(151_329 in report.stop_token_ids for report in engine.describe())

@@ -64,19 +64,19 @@ def test_the_most_probable_tokens_in_each_place_are_the_reference_members_own(
     tiny_engine: EnsembleEngine, top: int, reference: str
 ) -> None:
     with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-        asked = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
-        result = engine.generate(QUESTION, asked)
+        request = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
+        result = engine.generate(QUESTION, request)
         check(engine, result, top)
         assert all(len(reported.top) == top for reported in result.logprobs or ())
-        assert result.text == engine.generate(QUESTION, replace(asked, top_logprobs=0)).text
+        assert result.text == engine.generate(QUESTION, replace(request, top_logprobs=0)).text
 
 
 def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny_engine: EnsembleEngine) -> None:
     """Also in the first place, before which some tokenizers put a space."""
     for reference in ("chat", "base"):
         with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-            asked = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
-            alone = engine.generate(QUESTION, asked, members=[reference])
+            request = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
+            alone = engine.generate(QUESTION, request, members=[reference])
             assert alone.logprobs is not None
             for reported in alone.logprobs:
                 if reported.logprob >= reported.top[-1].logprob + 1e-3:
@@ -85,9 +85,9 @@ def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny
 
 
 def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
-    asked = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
+    request = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
     with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
-        for result in engine.generate_batch([QUESTION] * 3, asked):
+        for result in engine.generate_batch([QUESTION] * 3, request):
             check(engine, result, 4)
 
 
@@ -122,8 +122,8 @@ def test_they_are_the_reference_members_own(
     tiny_engine: EnsembleEngine, params: SamplingParams, reference: str
 ) -> None:
     with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-        asked = replace(params, logprobs=True)
-        check(engine, result := engine.generate(QUESTION, asked))
+        request = replace(params, logprobs=True)
+        check(engine, result := engine.generate(QUESTION, request))
         assert result.text == engine.generate(QUESTION, params).text
     assert result.usage.reference == reference
 

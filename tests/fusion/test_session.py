@@ -119,8 +119,8 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
             stop = text[start : start + size]
             both = [stop, text[start + size - 1 : start + size + 3]]
             for stops in ([stop], both):
-                shown, result = shown_of(tiny_engine, replace(params, stop=stops), score=score)
-                assert shown == result.text == text[: text.find(stop)]
+                output, result = shown_of(tiny_engine, replace(params, stop=stops), score=score)
+                assert output == result.text == text[: text.find(stop)]
                 assert (result.finish_reason, result.stop_sequence) == (FinishReason.STOP, stop)
                 assert [r.winner for r in result.rounds] == [r.winner for r in whole.rounds[: len(result.rounds)]]
                 across += start < result.rounds[-1].start
@@ -295,13 +295,13 @@ def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_en
                 raise RuntimeError("device lost")
 
         hook = member.runner.model.register_forward_pre_hook(fail)
-        shown: list[str] = []
+        outputs: list[str] = []
         texts = (e.text for e in engine.stream(QUESTION, SamplingParams(max_tokens=200)) if isinstance(e, SegmentEvent))
         with pytest.raises(GenerationError, match="failed in draft: device lost") as failure:
-            shown.extend(texts)
+            outputs.extend(texts)
         hook.remove()
         assert failure.value.member == member.name
-        assert failure.value.text == "".join(shown) != ""
+        assert failure.value.text == "".join(outputs) != ""
         assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine still answers"
 
 
@@ -309,10 +309,10 @@ def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(EnsembleConfig(members=[MemberConfig(tiny_engine.config.member_configs[1].model)])) as engine:
         stream = engine.stream(QUESTION, SamplingParams(max_tokens=400))
         next(stream)
-    shown: list[Event] = []
+    outputs: list[Event] = []
     with pytest.raises(EngineClosedError) as closed:
-        shown.extend(stream)
-    assert closed.value.text == "".join(e.text for e in shown if isinstance(e, SegmentEvent))
+        outputs.extend(stream)
+    assert closed.value.text == "".join(e.text for e in outputs if isinstance(e, SegmentEvent))
     with pytest.raises(EngineClosedError):
         engine.generate(QUESTION)
     engine.close()
@@ -389,8 +389,8 @@ def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFac
     chat, base = save_pair(tmp_path_factory).values()
     small = MemberConfig(str(chat), name="small", dtype="float32", max_context=240)
     with EnsembleEngine([small, MemberConfig(str(base), name="large", dtype="float32")]) as engine:
-        asked = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
-        result = engine.generate("Hi.", asked)
+        request = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
+        result = engine.generate("Hi.", request)
         assert result.logprobs is None
         assert (
             "could not score the answer: a text exceeds the context of member 'small': it holds 240"
@@ -407,11 +407,11 @@ def test_the_others_continue_when_the_only_drafting_member_leaves(tmp_path_facto
         MemberConfig(str(chat), name="verifies", dtype="float32", drafts_under_grammar=False),
         MemberConfig(str(base), name="drafts", dtype="float32"),
     ]
-    wanted = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}}}
-    wanted["required"] = ["n", "s"]
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}}}
+    schema["required"] = ["n", "s"]
     with EnsembleEngine(EnsembleConfig(members, speculation="off", segment_tokens=3)) as engine:
         engine.load()
         with fault_in(engine, "draft", FAULTS["exception"], None):
-            result = engine.generate("Hi.", SamplingParams(max_tokens=90, grammar=Grammar.json_schema(wanted)))
+            result = engine.generate("Hi.", SamplingParams(max_tokens=90, grammar=Grammar.json_schema(schema)))
     assert set(json.loads(result.text)) == {"n", "s"}
     assert [warning.member for warning in result.warnings] == ["drafts"]

@@ -79,10 +79,10 @@ def test_common_repetition_in_values_is_no_loop(text: str) -> None:
 
 
 def test_before_a_repeated_item_a_list_may_end_or_continue() -> None:
-    said = '["red", "red", '
-    assert loop_of(said, '"red", "r') == ValueLoop('"red"', '"red"', "")
-    assert loop_of(said, '"red"]') is None
-    assert loop_of(said, '"red", "blue"') is None
+    text = '["red", "red", '
+    assert loop_of(text, '"red", "r') == ValueLoop('"red"', '"red"', "")
+    assert loop_of(text, '"red"]') is None
+    assert loop_of(text, '"red", "blue"') is None
 
 
 def test_no_text_raises_and_the_kept_text_begins_the_segment() -> None:

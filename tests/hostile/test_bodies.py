@@ -63,10 +63,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         log = threading.Thread(target=process.stderr.read, daemon=True)  # unread, it would block the server
         log.start()
         until(lambda: ready(address), 120)
-        found = Served(address)
-        yield found
-        found.client.close()
-        sys.stdout.write(f"\nstatuses: {dict(found.statuses)}, others waited {found.waited}\n")
+        result = Served(address)
+        yield result
+        result.client.close()
+        sys.stdout.write(f"\nstatuses: {dict(result.statuses)}, others waited {result.waited}\n")
         assert process.poll() is None, "it ended"
 
 

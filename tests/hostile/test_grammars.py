@@ -53,8 +53,8 @@ class Watched:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            asked = [sys.executable, "-m", "tests.hostile.follower"]
-            self._process = subprocess.Popen(asked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            requests = [sys.executable, "-m", "tests.hostile.follower"]
+            self._process = subprocess.Popen(requests, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._read(self._process) == "ready"
         return self._process
 
@@ -78,10 +78,10 @@ def _processor_seconds(process: subprocess.Popen[str]) -> float:
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
-    found = Watched()
-    yield found
-    found.close()
-    sys.stdout.write(f"\noutcomes: {dict(found.outcomes)}\n")
+    result = Watched()
+    yield result
+    result.close()
+    sys.stdout.write(f"\noutcomes: {dict(result.outcomes)}\n")
 
 
 def check(watched: Watched, grammar: dict[str, Any], seed: int = 0) -> None:

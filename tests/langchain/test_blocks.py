@@ -52,8 +52,8 @@ def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
 
 def test_reasoning_text_and_calls_have_an_index_each() -> None:
     answer = ChunkBuilder(lambda: "x", "none", reader=CallReader())
-    said = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
-    events = [ThinkingEvent("a", "Hm."), SegmentEvent(said + "</tool_call>", 0, len(said), None)]
+    text = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
+    events = [ThinkingEvent("a", "Hm."), SegmentEvent(text + "</tool_call>", 0, len(text), None)]
     chunks = [chunk.message for event in events for chunk in answer.chunks(event)]
     assert all(not (chunk.content and chunk.tool_call_chunks) for chunk in chunks)  # type: ignore[attr-defined]
     indices = {part["index"] for chunk in chunks for part in chunk.tool_call_chunks}  # type: ignore[attr-defined]

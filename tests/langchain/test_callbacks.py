@@ -83,42 +83,42 @@ WAYS = [invoke, stream, stream_v3, messages_of_a_graph]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_segment_events_come_whichever_way_the_model_runs(telling: ChatSpecFuse, way: Run) -> None:
-    heard = Recorder()
-    text = way(telling, {"callbacks": [heard]})
-    assert {name for name, _ in heard.events} == {"specfuse_segment"}
-    assert "".join(data["text"] for _, data in heard.events) == text != ""
-    assert all(data["member"] in ("chat", "base", None) for _, data in heard.events)
-    assert len(heard.runs) == 1, "tokens and segments are of one run"
+    received = Recorder()
+    text = way(telling, {"callbacks": [received]})
+    assert {name for name, _ in received.events} == {"specfuse_segment"}
+    assert "".join(data["text"] for _, data in received.events) == text != ""
+    assert all(data["member"] in ("chat", "base", None) for _, data in received.events)
+    assert len(received.runs) == 1, "tokens and segments are of one run"
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_segment_events_there_are_none(chat: ChatSpecFuse, way: Run) -> None:
-    heard = Recorder()
-    way(chat, {"callbacks": [heard]})
-    assert heard.events == []
+    received = Recorder()
+    way(chat, {"callbacks": [received]})
+    assert received.events == []
 
 
 async def test_segment_events_come_in_every_asynchronous_way(telling: ChatSpecFuse) -> None:
-    heard, handler = AsyncRecorder(), Recorder()
-    config: Any = {"callbacks": [heard, handler]}
+    received, handler = AsyncRecorder(), Recorder()
+    config: Any = {"callbacks": [received, handler]}
     whole = (await telling.ainvoke(QUESTION, config)).text
-    first = len(heard.events)
-    assert "".join(data["text"] for _, data in heard.events) == whole
+    first = len(received.events)
+    assert "".join(data["text"] for _, data in received.events) == whole
     assert "".join([chunk.text async for chunk in telling.astream(QUESTION, config)]) == whole
-    assert len(heard.events) == 2 * first == len(handler.events)
+    assert len(received.events) == 2 * first == len(handler.events)
     events = [event async for event in telling.astream_events(QUESTION, version="v2")]
     reported = [event["data"] for event in events if event["event"] == "on_custom_event"]
-    assert reported == [data for _, data in heard.events[:first]]
+    assert reported == [data for _, data in received.events[:first]]
     in_graph = graph_of(telling).astream_events({"messages": [("user", QUESTION)]}, version="v2")
     assert [e["data"] async for e in in_graph if e["event"] == "on_custom_event"] == reported
 
 
 def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
-    heard = Recorder()
-    model = ChatSpecFuse(engine=tiny, max_tokens=8, segment_events=True, callbacks=[heard])
-    assert "".join(data["text"] for _, data in heard.events) == ""
+    received = Recorder()
+    model = ChatSpecFuse(engine=tiny, max_tokens=8, segment_events=True, callbacks=[received])
+    assert "".join(data["text"] for _, data in received.events) == ""
     text = stream(model, None)
-    assert "".join(data["text"] for _, data in heard.events) == text
+    assert "".join(data["text"] for _, data in received.events) == text
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────
@@ -126,17 +126,17 @@ def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_callbacks_hear_each_chunk_once(chat: ChatSpecFuse, way: Run) -> None:
-    heard = Recorder()
-    text = way(chat, {"callbacks": [heard]})
-    assert "".join(heard.tokens) == text != ""
-    assert len(heard.tokens) > 2
+    received = Recorder()
+    text = way(chat, {"callbacks": [received]})
+    assert "".join(received.tokens) == text != ""
+    assert len(received.tokens) > 2
 
 
 async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFuse) -> None:
-    heard, again = Recorder(), Recorder()
-    whole: AIMessage = await chat.ainvoke(QUESTION, {"callbacks": [heard]})
+    received, again = Recorder(), Recorder()
+    whole: AIMessage = await chat.ainvoke(QUESTION, {"callbacks": [received]})
     streamed = [chunk.text async for chunk in chat.astream(QUESTION, {"callbacks": [again]})]
-    assert "".join(heard.tokens) == whole.text
+    assert "".join(received.tokens) == whole.text
     assert again.tokens == streamed
 
 
@@ -145,10 +145,10 @@ async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFus
 def test_streaming_may_be_asked_for_and_callbacks_still_hear_each_chunk_once(
     tiny: EnsembleEngine, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    heard = Recorder()
+    received = Recorder()
     model = ChatSpecFuse(engine=tiny, max_tokens=12, **settings)
-    answer = model.invoke(QUESTION, {"callbacks": [heard]}, **options)
-    assert "".join(heard.tokens) == answer.text != ""
+    answer = model.invoke(QUESTION, {"callbacks": [received]}, **options)
+    assert "".join(received.tokens) == answer.text != ""
 
 
 def test_a_stream_that_is_switched_off_is_one_message(tiny: EnsembleEngine) -> None:
@@ -185,10 +185,10 @@ async def test_segment_events_come_once_where_streams_are_switched_off(
 ) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True, **off)
     for way in (invoke, stream):
-        heard = Recorder()
-        text = way(model, {"callbacks": [heard]})
-        assert "".join(data["text"] for _, data in heard.events) == text != ""
-        assert heard.tokens == []
+        received = Recorder()
+        text = way(model, {"callbacks": [received]})
+        assert "".join(data["text"] for _, data in received.events) == text != ""
+        assert received.tokens == []
     later = AsyncRecorder()
     whole = "".join([chunk.text async for chunk in model.astream(QUESTION, {"callbacks": [later]})])
     assert "".join(data["text"] for _, data in later.events) == whole != ""

@@ -75,8 +75,10 @@ def test_nothing_has_no_tokens_and_partial_messages_can_be_trimmed(chat: ChatSpe
     assert chat.get_num_tokens_from_messages([]) == 0
     limit = chat.get_num_tokens_from_messages(CONVERSATION) - 40
     for strategy in ("last", "first"):
-        kept = trim_messages(CONVERSATION, max_tokens=limit, token_counter=chat, strategy=strategy, allow_partial=True)
-        assert 0 < chat.get_num_tokens_from_messages(kept) <= limit
+        retained = trim_messages(
+            CONVERSATION, max_tokens=limit, token_counter=chat, strategy=strategy, allow_partial=True
+        )
+        assert 0 < chat.get_num_tokens_from_messages(retained) <= limit
     assert trim_messages(CONVERSATION, max_tokens=1, token_counter=chat, allow_partial=True) == []
 
 
@@ -166,10 +168,10 @@ def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, said
 
 
 def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
-    heard = Results()
-    chat.invoke(QUESTION, {"callbacks": [heard]})
-    list(chat.stream(QUESTION, {"callbacks": [heard]}))
-    for result in (*heard.results, chat.generate([[HumanMessage(QUESTION)]])):
+    received = Results()
+    chat.invoke(QUESTION, {"callbacks": [received]})
+    list(chat.stream(QUESTION, {"callbacks": [received]}))
+    for result in (*received.results, chat.generate([[HumanMessage(QUESTION)]])):
         [[generation]] = result.generations
         info = generation.generation_info
         assert info is not None
@@ -204,8 +206,8 @@ def test_a_call_and_a_value_have_the_agreement_of_each_field(tiny: EnsembleEngin
     reported = {field["path"]: field for field in called.response_metadata["specfuse"]["fields"]}
     assert reported.keys() == {"$.name", "$.arguments.crew"}
     assert int(reported["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
-    found = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
-    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]
+    result = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
+    [*_, field] = result["raw"].response_metadata["specfuse"]["fields"]
     assert field["path"].endswith("crew")
     assert all(0 <= field["share"] <= 1 for field in reported.values() if field["share"] is not None)
     quiet = model.model_copy(update={"ledger": "none"}).bind_tools([boat], tool_choice="any").invoke(QUESTION)
@@ -222,6 +224,6 @@ async def test_a_member_that_fails_is_seen(tiny: EnsembleEngine, stage: str) -> 
             assert [chunk async for chunk in model.astream(QUESTION)]
     [reported] = answer.response_metadata["specfuse"]["warnings"]
     assert (reported["member"], reported["stage"]) == ("base", stage)
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as received:
         model.invoke(QUESTION)
-    assert heard == []
+    assert received == []

@@ -50,10 +50,10 @@ def test_custom_events_have_every_segment_without_a_parent_run(demo_engine: Ense
 
 
 async def test_a_callable_sees_every_segment(demo_engine: EnsembleEngine) -> None:
-    seen: list[SegmentEvent] = []
-    model = ChatSpecFuse(engine=demo_engine, max_tokens=10, on_segment=seen.append)
+    recorded: list[SegmentEvent] = []
+    model = ChatSpecFuse(engine=demo_engine, max_tokens=10, on_segment=recorded.append)
     chunks = [chunk async for chunk in model.astream(QUESTION)]
-    assert [event.text for event in seen] == [chunk.content for chunk in chunks[:-1]]
+    assert [event.text for event in recorded] == [chunk.content for chunk in chunks[:-1]]
 
 
 def test_blocks_of_version_one_are_one_text_block(model: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:
@@ -177,14 +177,14 @@ def test_a_chat_with_history_needs_only_another_constructor(demo_engine: Ensembl
     # llm = ChatOllama(model="llama3.2", num_predict=12)
     llm = ChatSpecFuse(engine=demo_engine, max_tokens=12)
     prompt = ChatPromptTemplate.from_messages([MessagesPlaceholder("history"), ("human", "{question}")])
-    kept = InMemoryChatMessageHistory()
+    retained = InMemoryChatMessageHistory()
     chat = RunnableWithMessageHistory(
-        prompt | llm, lambda session: kept, input_messages_key="question", history_messages_key="history"
+        prompt | llm, lambda session: retained, input_messages_key="question", history_messages_key="history"
     )
     for question in ("My name is Ada.", "What is my name?"):
         chat.invoke({"question": question}, {"configurable": {"session_id": "1"}})
-    assert [m.type for m in kept.messages] == ["human", "ai", "human", "ai"]
-    assert kept.messages[3].usage_metadata["input_tokens"] > kept.messages[1].usage_metadata["input_tokens"]  # type: ignore[attr-defined]
+    assert [m.type for m in retained.messages] == ["human", "ai", "human", "ai"]
+    assert retained.messages[3].usage_metadata["input_tokens"] > retained.messages[1].usage_metadata["input_tokens"]  # type: ignore[attr-defined]
 
 
 def test_an_agent_needs_only_another_constructor(demo_engine: EnsembleEngine) -> None:

@@ -40,12 +40,12 @@ class Starts(BaseCallbackHandler):
 
 
 def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(tiny: EnsembleEngine) -> None:
-    heard = Starts()
+    received = Starts()
     model = ChatSpecFuse(engine=tiny, max_tokens=9, temperature=0.5, seed=1)
-    model.invoke(QUESTION, {"callbacks": [heard]})
-    list(model.stream(QUESTION, {"callbacks": [heard]}))
+    model.invoke(QUESTION, {"callbacks": [received]})
+    list(model.stream(QUESTION, {"callbacks": [received]}))
     folders = [str(Path(member.model).parent) for member in tiny.config.member_configs]
-    for serialized, kwargs in heard.told:
+    for serialized, kwargs in received.told:
         for place in (serialized["kwargs"], kwargs["invocation_params"]):  # OpenLLMetry, OpenInference
             assert place.get("model") or place.get("model_name") == "chat+base"
             assert (place["max_tokens"], place["temperature"]) == (9, 0.5)
@@ -54,7 +54,7 @@ def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(tiny: 
         assert metadata.get("ls_model_name", "chat+base") == "chat+base"
         text = json.dumps([serialized, kwargs["invocation_params"]], default=str) + str(metadata)
         assert not any(folder in text for folder in folders)
-    assert len(heard.told) == 2
+    assert len(received.told) == 2
 
 
 def test_a_server_s_address_is_no_name_of_a_model() -> None:
@@ -133,8 +133,8 @@ def test_a_cache_answers_and_distinguishes_models(tiny: EnsembleEngine) -> None:
 def test_a_cache_distinguishes_classes_of_one_name(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=60, cache=InMemoryCache())
     first, second = (create_model("Same", **{name: (bool, ...)}) for name in "pq")
-    for wanted, key in ((first, "p"), (second, "q"), (first, "p")):
-        assert list(json.loads(model.invoke("Yes?", response_format=wanted).text)) == [key]
+    for expected, key in ((first, "p"), (second, "q"), (first, "p")):
+        assert list(json.loads(model.invoke("Yes?", response_format=expected).text)) == [key]
 
 
 # ── copies and sizes ─────────────────────────────────────────────────────────────────────────────
@@ -197,13 +197,13 @@ def test_no_ledger_is_none_and_segment_events_remain(tiny: EnsembleEngine) -> No
         def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
             self.members.add(data["member"])
 
-    heard = StreamItem()
+    received = StreamItem()
     model = ChatSpecFuse(engine=tiny, max_tokens=12, ledger="none", segment_events=True)
-    first, *rest = model.stream(QUESTION, {"callbacks": [heard]})
+    first, *rest = model.stream(QUESTION, {"callbacks": [received]})
     whole: AIMessageChunk = first + rest
     assert whole.additional_kwargs == model.invoke(QUESTION).additional_kwargs == {}
     assert "specfuse" not in whole.response_metadata
-    assert heard.members & {"chat", "base"}
+    assert received.members & {"chat", "base"}
 
 
 def test_thinking_tokens_are_counted_as_reasoning(tiny: EnsembleEngine) -> None:

@@ -47,8 +47,8 @@ def test_text_blocks_join_without_a_separator() -> None:
 
 def test_a_tool_call_and_its_answer_keep_arguments_and_id_and_the_answer_gets_its_name() -> None:
     call = {"name": "add", "args": {"a": 3, "b": 4}, "id": "call-1"}
-    asked, answered = to_messages([AIMessage("", tool_calls=[call]), ToolMessage("7", tool_call_id="call-1")])
-    assert asked.tool_calls == (ToolCall("add", {"a": 3, "b": 4}, "call-1"),)
+    request, answered = to_messages([AIMessage("", tool_calls=[call]), ToolMessage("7", tool_call_id="call-1")])
+    assert request.tool_calls == (ToolCall("add", {"a": 3, "b": 4}, "call-1"),)
     assert answered == Message("tool", "7", name="add", tool_call_id="call-1")
 
 

@@ -64,8 +64,8 @@ def test_retrieval_as_a_graph_streams_its_answer(llm: ChatSpecFuse) -> None:
         return {"context": store.similarity_search(state["question"], k=1)}
 
     def generate(state: Retrieval) -> dict[str, Any]:
-        found = "\n".join(document.page_content for document in state["context"])
-        return {"answer": llm.invoke(prompt.invoke({"question": state["question"], "context": found})).text}
+        result = "\n".join(document.page_content for document in state["context"])
+        return {"answer": llm.invoke(prompt.invoke({"question": state["question"], "context": result})).text}
 
     graph = StateGraph(Retrieval).add_sequence([retrieve, generate]).add_edge(START, "retrieve").compile()
     question = {"question": "When does the observatory open?"}
@@ -142,8 +142,8 @@ def test_a_chatbot_trims_its_history_by_the_model_s_own_tokens(llm: ChatSpecFuse
 
     def call(state: Chat) -> dict[str, Any]:
         trimmed = trimmer.invoke(state["messages"])
-        asked = prompt.invoke({"messages": trimmed, "language": state["language"]})
-        return {"messages": [llm.invoke(asked, max_tokens=8)]}
+        request = prompt.invoke({"messages": trimmed, "language": state["language"]})
+        return {"messages": [llm.invoke(request, max_tokens=8)]}
 
     graph = StateGraph(Chat).add_node("model", call).add_edge(START, "model")
     app = graph.compile(checkpointer=InMemorySaver())
@@ -180,15 +180,15 @@ EXAMPLES = [
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
 def test_extraction_learns_from_examples_as_tool_messages(llm: ChatSpecFuse) -> None:
-    examples = [message for text, found in EXAMPLES for message in tool_example_to_messages(text, [found])]
+    examples = [message for text, result in EXAMPLES for message in tool_example_to_messages(text, [result])]
     assert sum(isinstance(message, ToolMessage) for message in examples) == len(EXAMPLES)
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Extract the guests."), MessagesPlaceholder("examples"), ("human", "{text}")]
     )
     chain = prompt | llm.with_structured_output(Guests, method="function_calling", max_tokens=48).with_retry()
-    found = chain.invoke({"examples": examples, "text": "Zoë Müller stays for 2 nights."})
-    assert isinstance(found, Guests)
-    assert found.guests[0].name.startswith("Zo")
+    result = chain.invoke({"examples": examples, "text": "Zoë Müller stays for 2 nights."})
+    assert isinstance(result, Guests)
+    assert result.guests[0].name.startswith("Zo")
 
 
 def test_partial_objects_grow_while_they_stream(llm: ChatSpecFuse) -> None:

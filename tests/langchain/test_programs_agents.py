@@ -117,9 +117,9 @@ def test_a_supervisor_hands_over_to_the_worker_it_names(llm: ChatSpecFuse, quest
 def transfer_to(agent: str, about: str) -> BaseTool:
     @tool(f"transfer_to_{agent}", description=f"Hands the conversation over to the {agent}, who knows {about}.")
     def transfer(runtime: ToolRuntime) -> Command[Any]:
-        asked = runtime.state["messages"][-1]
+        request = runtime.state["messages"][-1]
         note = ToolMessage(f"The {agent} answers now.", tool_call_id=runtime.tool_call_id or "")
-        return Command(goto=agent, graph=Command.PARENT, update={"messages": [asked, note]})
+        return Command(goto=agent, graph=Command.PARENT, update={"messages": [request, note]})
 
     return transfer
 
@@ -194,19 +194,19 @@ def test_an_agent_writes_a_list_of_todos_and_answers(llm: ChatSpecFuse) -> None:
 
 def test_a_sub_agent_is_a_tool_of_another_one(llm: ChatSpecFuse) -> None:
     inner = create_agent(llm.model_copy(update={"max_tokens": 12}), [])
-    asked: list[str] = []
+    requests: list[str] = []
 
     @tool
     def ask_the_expert(question: str) -> str:
         """Asks the expert of the sea."""
-        asked.append(question)
+        requests.append(question)
         return str(inner.invoke({"messages": [("user", question)]})["messages"][-1].text)
 
     outer = create_agent(llm.model_copy(update={"max_tokens": 60}), [ask_the_expert], middleware=[once()])
     state = outer.invoke({"messages": [("user", "Ask the expert: is the sea deep?")]})
     assert kinds(state) == ["human", "ai", "tool", "ai"]
-    assert asked == [state["messages"][1].tool_calls[0]["args"]["question"]]
-    assert state["messages"][2].text == inner.invoke({"messages": [("user", asked[0])]})["messages"][-1].text
+    assert requests == [state["messages"][1].tool_calls[0]["args"]["question"]]
+    assert state["messages"][2].text == inner.invoke({"messages": [("user", requests[0])]})["messages"][-1].text
 
 
 # ── middlewares around a model ───────────────────────────────────────────────────────────────────
@@ -240,12 +240,12 @@ def test_middlewares_retry_and_fall_back(llm: ChatSpecFuse, demo_engine: Ensembl
     hurried = ChatSpecFuse(engine=demo_engine, max_tokens=8, timeout=1e-4)
     model = ChatSpecFuse(engine=demo_engine, max_tokens=8)
     retries = ModelRetryMiddleware(max_retries=1, initial_delay=0, on_failure="error")
-    asked = {"messages": [HumanMessage("What is the sea?")]}
+    options = {"messages": [HumanMessage("What is the sea?")]}
     failures = Failures()
     with pytest.raises(errors.RequestTimeoutError):
-        create_agent(hurried, [], middleware=[retries]).invoke(asked, {"callbacks": [failures]})
+        create_agent(hurried, [], middleware=[retries]).invoke(options, {"callbacks": [failures]})
     assert len(failures.errors) == 2
-    state = create_agent(hurried, [], middleware=[ModelFallbackMiddleware(model), retries]).invoke(asked)
+    state = create_agent(hurried, [], middleware=[ModelFallbackMiddleware(model), retries]).invoke(options)
     assert state["messages"][-1].text == model.invoke("What is the sea?").text
 
 
@@ -288,17 +288,17 @@ def test_retrieval_that_an_agent_asks_for(llm: ChatSpecFuse) -> None:
 
     def grade(state: MessagesState) -> Literal["answer", "rewrite"]:
         question, text = state["messages"][0].text, state["messages"][-1].text
-        found = llm.with_structured_output(Grade).invoke(f"Question: {question}\nText: {text}\nDoes the text help?")
-        assert isinstance(found, Grade)
-        return "answer" if found.relevant else "rewrite"
+        result = llm.with_structured_output(Grade).invoke(f"Question: {question}\nText: {text}\nDoes the text help?")
+        assert isinstance(result, Grade)
+        return "answer" if result.relevant else "rewrite"
 
     def rewrite(state: MessagesState) -> dict[str, list[BaseMessage]]:
-        asked = f"Ask this in other words: {state['messages'][0].text}"
-        return {"messages": [HumanMessage(llm.invoke(asked, max_tokens=16, stop=["\n"]).text)]}
+        request = f"Ask this in other words: {state['messages'][0].text}"
+        return {"messages": [HumanMessage(llm.invoke(request, max_tokens=16, stop=["\n"]).text)]}
 
     def answer(state: MessagesState) -> dict[str, list[BaseMessage]]:
-        found = next(message.text for message in state["messages"] if isinstance(message, ToolMessage))
-        prompt = f"Notes: {found}\nQuestion: {state['messages'][0].text}\nAnswer in one short sentence."
+        result = next(message.text for message in state["messages"] if isinstance(message, ToolMessage))
+        prompt = f"Notes: {result}\nQuestion: {state['messages'][0].text}\nAnswer in one short sentence."
         return {"messages": [llm.invoke(prompt, max_tokens=24)]}
 
     graph = StateGraph(MessagesState).add_node(ask).add_node("search", ToolNode([search])).add_node(rewrite)

@@ -116,10 +116,10 @@ def check_logprobs(answer: AIMessage) -> None:
 
 
 def test_logprobs_come_in_openai_s_shape_once(tiny: EnsembleEngine, chat: ChatSpecFuse) -> None:
-    asked = ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True)
-    check_logprobs(asked.invoke(QUESTION))
+    request = ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True)
+    check_logprobs(request.invoke(QUESTION))
     check_logprobs(chat.invoke(QUESTION, logprobs=True))
-    chunks = list(asked.stream(QUESTION))
+    chunks = list(request.stream(QUESTION))
     check_logprobs(sum(chunks[1:], chunks[0]))
     assert sum("logprobs" in chunk.response_metadata for chunk in chunks) == 1
     assert "logprobs" not in chat.invoke(QUESTION).response_metadata
@@ -128,4 +128,4 @@ def test_logprobs_come_in_openai_s_shape_once(tiny: EnsembleEngine, chat: ChatSp
     settled = ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True, top_logprobs=2)
     assert settled.invoke(QUESTION).response_metadata["logprobs"]["content"][0]["top_logprobs"]
     assert "logprobs" not in settled.invoke(QUESTION, logprobs=False).response_metadata
-    assert "logprobs" not in asked.invoke(QUESTION, logprobs=False).response_metadata
+    assert "logprobs" not in request.invoke(QUESTION, logprobs=False).response_metadata

@@ -78,10 +78,10 @@ def test_trimming_keeps_what_fits(folder: Path, template: str, include_system: b
                 reported = [*system, *turns]
                 whole = llm.get_num_tokens_from_messages(reported)
                 for room in (whole, whole + 8, whole + 20, whole + 200):
-                    kept = trim_messages(
+                    retained = trim_messages(
                         reported, max_tokens=room, strategy="last", token_counter=llm, include_system=include_system
                     )
-                    assert kept == reported, (name, room - whole)
+                    assert retained == reported, (name, room - whole)
 
 
 @pytest.mark.parametrize("template", ["own", "default system"])
@@ -91,12 +91,12 @@ def test_kept_messages_fit(folder: Path, template: str) -> None:
             for name, turns in CONVERSATIONS.items():
                 reported, whole = [*system, *turns], llm.get_num_tokens_from_messages([*system, *turns])
                 for room in range(10, whole, 7):
-                    kept = trim_messages(
+                    retained = trim_messages(
                         reported, max_tokens=room, token_counter=llm, include_system=True, start_on="human"
                     )
-                    count = llm.get_num_tokens_from_messages(kept)
-                    if any(not isinstance(message, SystemMessage) for message in kept):
-                        assert count <= room, (name, room, kept)
+                    count = llm.get_num_tokens_from_messages(retained)
+                    if any(not isinstance(message, SystemMessage) for message in retained):
+                        assert count <= room, (name, room, retained)
 
 
 def test_system_messages_alone_count_as_what_they_add(folder: Path) -> None:

@@ -130,19 +130,19 @@ def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
     closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])
     other = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
     answer = ToolMessage("It was truncated.", tool_call_id="c")
-    asked = HumanMessage("Write.")
-    assert to_messages([asked, closed, answer])[1].tool_calls[0].arguments == {"path": "a"}
-    assert to_messages([asked, other, answer])[1].tool_calls[0].arguments == {}
-    assert to_messages([asked, closed])[1].tool_calls == ()
+    request = HumanMessage("Write.")
+    assert to_messages([request, closed, answer])[1].tool_calls[0].arguments == {"path": "a"}
+    assert to_messages([request, other, answer])[1].tool_calls[0].arguments == {}
+    assert to_messages([request, closed])[1].tool_calls == ()
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
     strict = chat.with_structured_output(Note, method=method, strict=True)
     structured = strict.bind(max_tokens=100)
-    for asked in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
+    for request in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
         with pytest.raises(exceptions.OutputParserException, match="max_tokens cut") as caught:
-            asked("Note it.")
+            request("Note it.")
         assert isinstance(caught.value, errors.UnfinishedValueError)
         assert caught.value.llm_output
     with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
@@ -208,8 +208,8 @@ def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
 
 
 def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFuse) -> None:
-    wanted = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    reported = chat.invoke("Say a.", grammar=Grammar.json_schema(wanted))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    reported = chat.invoke("Say a.", grammar=Grammar.json_schema(schema))
     assert json.loads(reported.text)["a"] is not None
     assert reported.response_metadata["finish_reason"] == "length"
     assert chat.invoke("Say a.").response_metadata["finish_reason"] == "length"
@@ -227,8 +227,8 @@ def test_no_parser_of_langchain_repairs_a_cut_value(text: str) -> None:
 
 
 def test_nor_is_a_call_that_was_only_closed_in_time() -> None:
-    reader, said = CallReader(), call_text("say", {"text": 'Grüße, "北京" {[ 🎉'})
-    parts = [*reader.feed(said), *reader.finish(cut=True, closing='"}}</tool_call>')]
+    reader, text = CallReader(), call_text("say", {"text": 'Grüße, "北京" {[ 🎉'})
+    parts = [*reader.feed(text), *reader.finish(cut=True, closing='"}}</tool_call>')]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))
     assert parse_partial_json(written) is None
     assert reader.calls == []

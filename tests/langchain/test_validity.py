@@ -106,6 +106,6 @@ def test_a_repetitive_list_ends_after_its_first_copy(
     listed = {"type": "array", "items": item}
     schema = {"title": "Chosen", "type": "object", "properties": {"chosen": listed}, "required": ["chosen"]}
     model = ChatSpecFuse(engine=demo_engine, max_tokens=tokens).with_structured_output(schema)
-    said = model.invoke([SystemMessage(asked), HumanMessage(question)])
-    assert isinstance(said, dict)
-    assert len(said["chosen"]) <= max(3, 2 * len(set(said["chosen"])))
+    text = model.invoke([SystemMessage(asked), HumanMessage(question)])
+    assert isinstance(text, dict)
+    assert len(text["chosen"]) <= max(3, 2 * len(set(text["chosen"])))

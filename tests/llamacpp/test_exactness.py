@@ -82,8 +82,8 @@ def test_logprobs_equal_those_of_transformers(files: Mapping[str, Path], cache_d
         plain: Any = other.runner
         here_rows = runner.context.plain(ids, len(ids)).log_softmax(-1)
         there_rows = plain.plain(ids).log_softmax(-1)
-        said = torch.tensor(ids[1:])[:, None]
-        off = (here_rows[:-1].gather(1, said) - there_rows[:-1].gather(1, said)).abs()
+        reply = torch.tensor(ids[1:])[:, None]
+        off = (here_rows[:-1].gather(1, reply) - there_rows[:-1].gather(1, reply)).abs()
         assert float(off.max()) < (2e-3 if name == "window" else 1e-3)  # see TOLERANCE
 
 
@@ -107,16 +107,16 @@ def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine
 
 
 def test_company_and_prefixes_change_no_answer(llama_engine: EnsembleEngine) -> None:
-    asked = [
+    requests = [
         ("How do the tides follow the moon?", SamplingParams(max_tokens=30)),
         ("北京? Name 3 ships, ça va 🎉", SamplingParams(max_tokens=25, temperature=0.9, seed=4)),
         ("Letters?", SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))),
         ("Endless?", SamplingParams(max_tokens=40, stop=["e"], logprobs=True)),
         ("How do the tides follow the sun and the moon, " * 4, SamplingParams(max_tokens=12)),
     ]
-    alone = [llama_engine.generate(*each) for each in asked]
+    alone = [llama_engine.generate(*each) for each in requests]
     before = llama_engine.metrics().reused_prompt_tokens
-    results = llama_engine.generate_batch([each for each, _ in asked] * 2, [params for _, params in asked] * 2)
+    results = llama_engine.generate_batch([each for each, _ in requests] * 2, [params for _, params in requests] * 2)
     assert [getattr(result, "text", result) for result in results] == [answer.text for answer in alone] * 2
     assert llama_engine.metrics().reused_prompt_tokens > before
     assert 3 <= len(alone[2].text) <= 9

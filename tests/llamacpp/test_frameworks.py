@@ -79,12 +79,12 @@ def tide(port: Literal["Ryde", "Cowes"]) -> str:
 async def test_llamaindex_has_the_engines_answers(engine: EnsembleEngine) -> None:
     llm = SpecFuseLLM(engine=engine, max_tokens=24)
     expected = engine.generate(QUESTION, SamplingParams(max_tokens=24)).text
-    asked = [ChatMessage(role="user", content=QUESTION)]
+    requests = [ChatMessage(role="user", content=QUESTION)]
     assert llm.complete(QUESTION).text == expected
     assert "".join(str(piece.delta) for piece in llm.stream_complete(QUESTION)) == expected
     assert (await llm.acomplete(QUESTION)).text == expected
-    assert llm.chat(asked).message.content == expected
-    assert "".join([str(piece.delta) async for piece in await llm.astream_chat(asked)]) == expected
+    assert llm.chat(requests).message.content == expected
+    assert "".join([str(piece.delta) async for piece in await llm.astream_chat(requests)]) == expected
     index = SummaryIndex.from_documents([Document(text="The tide comes to Ryde at nine.")])
     engine_of = index.as_query_engine(llm=llm, streaming=True)
     assert "".join(engine_of.query("When?").response_gen)
@@ -92,8 +92,8 @@ async def test_llamaindex_has_the_engines_answers(engine: EnsembleEngine) -> Non
 
 def test_values_are_of_their_schema(engine: EnsembleEngine) -> None:
     chat = ChatSpecFuse(engine=engine, max_tokens=200)
-    found = chat.with_structured_output(Tide).invoke(QUESTION)
-    assert isinstance(found, Tide)
+    result = chat.with_structured_output(Tide).invoke(QUESTION)
+    assert isinstance(result, Tide)
     llm = SpecFuseLLM(engine=engine, max_tokens=200)
     assert (
         llm.structured_predict(Tide, PromptTemplate("{question}"), question=QUESTION)
@@ -103,29 +103,29 @@ def test_values_are_of_their_schema(engine: EnsembleEngine) -> None:
 
 def test_a_forced_call_is_made_and_its_result_goes_into_the_next_answer(engine: EnsembleEngine) -> None:
     chat = ChatSpecFuse(engine=engine, max_tokens=120)
-    asked: list[BaseMessage] = [HumanMessage(QUESTION)]
-    called = chat.bind_tools([tide], tool_choice="any").invoke(asked)
+    requests: list[BaseMessage] = [HumanMessage(QUESTION)]
+    called = chat.bind_tools([tide], tool_choice="any").invoke(requests)
     [call] = called.tool_calls
     assert call["name"] == "tide"
     result = tide.invoke(call)
     assert result.content in ("at nine, in Ryde", "at nine, in Cowes")
-    without = chat.invoke([*asked, called, ToolMessage("?", tool_call_id=str(call["id"]))])
-    answer = chat.invoke([*asked, called, result])
+    without = chat.invoke([*requests, called, ToolMessage("?", tool_call_id=str(call["id"]))])
+    answer = chat.invoke([*requests, called, result])
     assert answer.text
     assert answer.text != without.text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 async def test_an_agent_of_llamaindex_calls_its_tool(engine: EnsembleEngine) -> None:
-    seen: list[str] = []
+    recorded: list[str] = []
 
     def tide_at(port: str, high: bool) -> str:
-        seen.append(port)
+        recorded.append(port)
         return "at nine"
 
     called = FunctionTool.from_defaults(tide_at, "tide_at", "When the tide comes.", fn_schema=Tide)
     llm = SpecFuseLLM(engine=engine, max_tokens=120)
     agent = FunctionAgent(tools=[called], llm=llm, initial_tool_choice="tide_at", timeout=120)
     answer = await agent.run(QUESTION, max_iterations=3)
-    assert len(seen) == 1
+    assert len(recorded) == 1
     assert str(answer)

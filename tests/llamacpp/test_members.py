@@ -51,8 +51,8 @@ def test_auto_chooses_the_backend_for_the_file(files: Mapping[str, Path], tmp_pa
     at = data.find(b"general.file_type") + len("general.file_type") + 4
     data[at : at + 4] = (15).to_bytes(4, "little")
     quantised.write_bytes(data)
-    found = backend_of(MemberConfig(str(quantised)))
-    assert (found.name, found.reason) == ("llama.cpp", "weights in Q4_K_M, and llama-cpp-python is here")
+    result = backend_of(MemberConfig(str(quantised)))
+    assert (result.name, result.reason) == ("llama.cpp", "weights in Q4_K_M, and llama-cpp-python is here")
     assert backend_of(MemberConfig(str(quantised), adapter="a/folder")).reason == "its adapter is no LoRA in GGUF form"
     assert backend_of(MemberConfig(str(quantised), quantization="8bit")).reason == "quantization needs transformers"
     assert backend_of(MemberConfig(str(quantised), backend="transformers")).reason == "as configured"
@@ -65,17 +65,17 @@ def test_an_accelerator_that_the_build_cannot_use_goes_to_transformers(
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("specfuse_shared.loading.gguf._WHOLE", {})
-    found = backend_of(MemberConfig(str(files["llama"])))
-    assert (found.name, "no use for the accelerator" in found.reason) == ("transformers", True)
+    result = backend_of(MemberConfig(str(files["llama"])))
+    assert (result.name, "no use for the accelerator" in result.reason) == ("transformers", True)
     assert backend_of(MemberConfig(str(files["llama"]), device="cpu")).name == "llama.cpp"
 
 
 def test_without_the_library_auto_reports_its_savings(files: Mapping[str, Path], monkeypatch: Any) -> None:
     monkeypatch.setattr("specfuse_shared.loading.planning.has_llama_cpp", lambda: False)
     monkeypatch.setattr("specfuse_shared.loading.gguf._WHOLE", {})
-    found = backend_of(MemberConfig(str(files["llama"])))
-    assert found.name == "transformers"
-    assert "MiB of weights: pip install" in found.reason
+    result = backend_of(MemberConfig(str(files["llama"])))
+    assert result.name == "transformers"
+    assert "MiB of weights: pip install" in result.reason
     with pytest.raises(ConfigError, match=r'needs the "llamacpp" extra'):
         backend_of(MemberConfig(str(files["llama"]), backend="llama.cpp"))
 
@@ -125,10 +125,10 @@ def test_settings_do_what_they_say(files: Mapping[str, Path], cache_dir: str) ->
 def test_the_plan_counts_the_file_as_it_is(files: Mapping[str, Path]) -> None:
     file = files["llama"]
     config = EnsembleConfig([member_config(file, cache_tokens=1000, cache_type="f16")])
-    [found] = plan_ensemble(config).assignments
-    assert found.need.weights == file.stat().st_size
-    assert found.need.caches == 1000 * 3 * 2 * 2 * 16 * 2  # layers, keys and values, groups, head size, bytes
-    assert found.number_format == "float32"
+    [result] = plan_ensemble(config).assignments
+    assert result.need.weights == file.stat().st_size
+    assert result.need.caches == 1000 * 3 * 2 * 2 * 16 * 2  # layers, keys and values, groups, head size, bytes
+    assert result.number_format == "float32"
 
 
 def test_a_lora_in_gguf_form_changes_the_answer(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
@@ -202,16 +202,16 @@ def test_answers_wait_for_capacity_in_the_cache(files: Mapping[str, Path], cache
 
 def test_a_cancelled_answer_leaves_the_others_of_its_batch(llama_engine: EnsembleEngine) -> None:
     expected = llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text
-    found: list[str] = []
+    results: list[str] = []
     other = threading.Thread(
-        target=lambda: found.append(llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text)
+        target=lambda: results.append(llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text)
     )
     stream = llama_engine.stream("Go on for ever", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     other.start()
     stream.close()  # type: ignore[attr-defined]
     other.join(60)
-    assert found == [expected]
+    assert results == [expected]
     limit = time.monotonic() + 30
     while llama_engine.metrics().running:
         assert time.monotonic() < limit

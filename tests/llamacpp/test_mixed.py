@@ -89,11 +89,11 @@ def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, Ensem
 
 def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
     mixed, same = engines
-    asked = [QUESTION, "北京? Name 3 ships, ça va 🎉", "def f(x):"]
+    requests = [QUESTION, "北京? Name 3 ships, ça va 🎉", "def f(x):"]
     params = SamplingParams(max_tokens=24)
-    alone = [same.generate(question, params).text for question in asked]
-    together = mixed.generate_batch(asked, params)
-    assert [found.text for found in together if isinstance(found, EnsembleResult)] == alone
+    alone = [same.generate(question, params).text for question in requests]
+    together = mixed.generate_batch(requests, params)
+    assert [result.text for result in together if isinstance(result, EnsembleResult)] == alone
     forced = {"tools": [TOOL], "tool_choice": "any"}
     call = SamplingParams(max_tokens=120)
     assert mixed.generate(QUESTION, call, **forced).text == same.generate(QUESTION, call, **forced).text

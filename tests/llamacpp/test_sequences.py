@@ -24,9 +24,9 @@ TOLERANCE = {"window": 2e-3}
 def member(request: pytest.FixtureRequest, files: Mapping[str, Path], cache_dir: str) -> Iterator[Any]:
     from specfuse_shared.members.llamacpp.member import LlamaMember
 
-    found = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
-    yield found
-    found.close()
+    result = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
+    yield result
+    result.close()
 
 
 def off(member: Any, context: Any, branch: Branch) -> float:
@@ -56,15 +56,15 @@ def test_branches_and_commits_equal_plain_reading(member: Any, keeps_speculative
     for context in contexts:
         context.prefill([choose.randrange(10, member.vocabulary_size) for _ in range(90)])
     for _ in range(12):
-        asked = []
+        requests = []
         for context in contexts:
             draft, branches = some_branches(choose, member.vocabulary_size, len(context.answer))
             for count in range(1, 6):
                 context.extend([Branch(len(context.answer), tuple(draft[:count]))])
             guesses = (Branch(len(context.answer), (*draft, 5, 6, 7)),) if context.keeps_speculative else ()
-            asked.append(ForwardRequest(context, tuple(branches), guesses=guesses))
-        contexts[0].run_together(asked)
-        for request in asked:
+            requests.append(ForwardRequest(context, tuple(branches), guesses=guesses))
+        contexts[0].run_together(requests)
+        for request in requests:
             context = request.sequence
             assert max(off(member, context, branch) for branch in request.branches) < tolerance
             context.commit(choose.choice(request.branches))

@@ -28,12 +28,12 @@ PARAMS = SamplingParams(max_tokens=10)
 def member(request: pytest.FixtureRequest, files: Mapping[str, Path], cache_dir: str) -> Iterator[Any]:
     from specfuse_shared.members.llamacpp.member import LlamaMember
 
-    found = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
-    if found.runner.is_recurrent:
+    result = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
+    if result.runner.is_recurrent:
         pytest.skip("its state cannot be cut")
-    found.remember(1 << 24)
-    yield found
-    found.close()
+    result.remember(1 << 24)
+    yield result
+    result.close()
 
 
 def ids_of(member: Any, count: int, seed: int) -> list[int]:

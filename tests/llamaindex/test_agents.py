@@ -69,13 +69,13 @@ class Run:
 
 def worked_in_react(day: str, hours: str, visitor: str, price: str) -> list[ChatMessage]:
     """The same in ReAct's format."""
-    asked = 'Thought: I need {}.\nAction: {}\nAction Input: {{"{}": "{}"}}'
+    prompt = 'Thought: I need {}.\nAction: {}\nAction Input: {{"{}": "{}"}}'
     answered = f"Thought: I can answer.\nAnswer: On {day} it is open from {hours}, and a {visitor} pays {price}."
     return [
         ChatMessage(f"When is it open on {day}, and what does a {visitor} pay?"),
-        ChatMessage(asked.format("the opening hours", "opening_hours", "day", day), role="assistant"),
+        ChatMessage(prompt.format("the opening hours", "opening_hours", "day", day), role="assistant"),
         ChatMessage(f"Observation: On {day} it is open from {hours}."),
-        ChatMessage(asked.format("the price", "ticket_price", "visitor", visitor), role="assistant"),
+        ChatMessage(prompt.format("the price", "ticket_price", "visitor", visitor), role="assistant"),
         ChatMessage(f"Observation: {price}"),
         ChatMessage(answered, role="assistant"),
     ]

@@ -95,23 +95,23 @@ async def test_cancelling_a_workflow_stops_the_compute(llm: SpecFuseLLM, demo_en
 
 @pytest.mark.slow
 async def test_langchain_and_llamaindex_answer_at_the_same_time(exact_engine: EnsembleEngine) -> None:
-    heard: list[str] = []
-    chat = ChatSpecFuse(engine=exact_engine, max_tokens=40, on_segment=lambda event: heard.append("langchain"))
-    llm = SpecFuseLLM(engine=exact_engine, max_tokens=40, on_segment=lambda event: heard.append("llamaindex"))
+    events: list[str] = []
+    chat = ChatSpecFuse(engine=exact_engine, max_tokens=40, on_segment=lambda event: events.append("langchain"))
+    llm = SpecFuseLLM(engine=exact_engine, max_tokens=40, on_segment=lambda event: events.append("llamaindex"))
     question = str(LONG[0].content)
 
     async def stream_chat() -> str:
         text = ""
         async for chunk in chat.astream(question):
             text += str(chunk.content)
-            if len(heard) < 100:
-                heard.append("langchain")
+            if len(events) < 100:
+                events.append("langchain")
         return text
 
     one, two = await asyncio.gather(stream_chat(), llm.acomplete(question))
     assert one == two.text
-    first, last = heard.index("llamaindex"), len(heard) - 1 - heard[::-1].index("llamaindex")
-    assert "langchain" in heard[first:last]
+    first, last = events.index("llamaindex"), len(events) - 1 - events[::-1].index("llamaindex")
+    assert "langchain" in events[first:last]
 
 
 @pytest.mark.slow

@@ -70,11 +70,11 @@ async def test_every_endpoint_refuses_impossible_requests_before_it_computes(
 
 @pytest.mark.parametrize("endpoint", [endpoint for endpoint in ENDPOINTS if "stream" in endpoint])
 async def test_every_stream_reports_its_segments(endpoint: str, llm: SpecFuseLLM, listener: Listener) -> None:
-    heard: list[str] = []
-    telling = llm.model_copy(update={"on_segment": lambda event: heard.append(event.text)})
+    events: list[str] = []
+    telling = llm.model_copy(update={"on_segment": lambda event: events.append(event.text)})
     *segments, _ = await ask(telling, endpoint, "Write one sentence about the sea.")
     reported = listener.of("SpecFuseSegmentEvent")
-    assert heard == [event.text for event in reported] == [response.delta for response in segments]
+    assert events == [event.text for event in reported] == [response.delta for response in segments]
     assert [event.record for event in reported] == [response.raw["specfuse"] for response in segments]
     [started] = [event for event in listener.events if event.class_name().endswith("StartEvent")]
     assert {event.span_id for event in reported} == {started.span_id}

@@ -64,12 +64,12 @@ def test_parallel_calls_have_separate_ids_and_one_call_is_one_unless_more_are_al
     tiny_llm: SpecFuseLLM, seed: int
 ) -> None:
     """Random members, which were never taught that one call is enough."""
-    asked = {"tool_required": True, "temperature": 1.0, "seed": seed}
-    response = tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **asked)
+    options = {"tool_required": True, "temperature": 1.0, "seed": seed}
+    response = tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **options)
     several = response.message.additional_kwargs["tool_calls"]  # the last of them may be cut
     assert len(several) > 1
     assert len({call["id"] for call in several}) == len(several)
-    assert len(calls_of(tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", **asked))) == 1
+    assert len(calls_of(tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", **options))) == 1
 
 
 def test_without_need_the_answer_is_text_and_a_missing_call_is_an_error_where_one_is_expected(llm: SpecFuseLLM) -> None:

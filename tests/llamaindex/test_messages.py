@@ -41,8 +41,8 @@ def test_developer_and_model_are_other_names_of_system_and_assistant() -> None:
 def test_a_tool_call_and_its_answer_keep_name_arguments_and_id() -> None:
     call = ToolCallBlock(tool_call_id="call-1", tool_name="add", tool_kwargs='{"a": 3}')
     answer = ChatMessage("7", role="tool", additional_kwargs={"tool_call_id": "call-1", "name": "add"})
-    asked, answered = to_messages([ChatMessage(role="assistant", blocks=[ThinkingBlock(content="hm"), call]), answer])
-    assert asked == Message("assistant", "", tool_calls=(ToolCall("add", {"a": 3}, "call-1"),))
+    request, answered = to_messages([ChatMessage(role="assistant", blocks=[ThinkingBlock(content="hm"), call]), answer])
+    assert request == Message("assistant", "", tool_calls=(ToolCall("add", {"a": 3}, "call-1"),))
     assert answered == Message("tool", "7", name="add", tool_call_id="call-1")
 
 
@@ -82,8 +82,8 @@ ADD = {"name": "add", "arguments": '{"a": 3}'}
     ids=["openai", "openai-objects", "anthropic", "ollama"],
 )
 def test_calls_of_other_providers_are_read_and_name_the_answers(written: dict[str, Any]) -> None:
-    asked = ChatMessage(role="assistant", additional_kwargs=written)
-    call, answered = to_messages([asked, ChatMessage("7", role="tool", additional_kwargs={"tool_call_id": "c1"})])
+    request = ChatMessage(role="assistant", additional_kwargs=written)
+    call, answered = to_messages([request, ChatMessage("7", role="tool", additional_kwargs={"tool_call_id": "c1"})])
     assert call.tool_calls == (ToolCall("add", {"a": 3}, "c1"),)
     assert answered.name == "add"
 

@@ -33,8 +33,8 @@ def opening_hours(day: str) -> str:
 
 async def book_visit(ctx: Context, day: str, guests: int) -> str:
     """Books a visit, if the guest agrees."""
-    asked = InputRequiredEvent(prefix=f"Book {guests} guests for {day}?")  # type: ignore[call-arg]
-    answer = await ctx.wait_for_event(HumanResponseEvent, waiter_event=asked, waiter_id="book")
+    request = InputRequiredEvent(prefix=f"Book {guests} guests for {day}?")  # type: ignore[call-arg]
+    answer = await ctx.wait_for_event(HumanResponseEvent, waiter_event=request, waiter_id="book")
     return f"{guests} guests are booked for {day}." if answer.response == "yes" else "The guest does not want it."
 
 
@@ -74,15 +74,15 @@ async def test_two_agents_and_a_person_finish_a_booking(settings: dict[str, Any]
     workflow = AgentWorkflow(agents=[desk, booking], root_agent="desk")
     history = [message for example in EXAMPLES for message in worked(*example)]
     handler = workflow.run(user_msg=QUESTION, chat_history=history, max_iterations=6)
-    asked, calls = [], []
+    requests, calls = [], []
     async for event in handler.stream_events():
         if isinstance(event, InputRequiredEvent):
-            asked.append(event.prefix)
+            requests.append(event.prefix)
             handler.ctx.send_event(HumanResponseEvent(response=answer))  # type: ignore[call-arg]
         if isinstance(event, ToolCallResult):
             calls.append((event.tool_name, event.tool_kwargs, event.tool_output.content))
     output: Any = await handler
-    assert asked == ["Book 2 guests for Friday?"]
+    assert requests == ["Book 2 guests for Friday?"]
     assert [name for name, *_ in calls] == ["opening_hours", "handoff", "book_visit"]
     booked = "2 guests are booked for Friday." if answer == "yes" else "The guest does not want it."
     assert calls[-1] == ("book_visit", {"day": "Friday", "guests": 2}, booked)

@@ -126,7 +126,7 @@ def test_summary_tree_and_keyword_indices_answer(short: SpecFuseLLM, documents: 
     assert len(tree.docstore.docs) == len(three) + len(roots)
     assert all(roots), "what the members summed up"
     response = tree.as_query_engine(llm=short, retriever_mode="all_leaf").query(QUESTION)
-    assert {found.node.get_content() for found in response.source_nodes} == set(leaves)
+    assert {result.node.get_content() for result in response.source_nodes} == set(leaves)
     assert str(response)
 
 
@@ -141,8 +141,8 @@ def test_a_keyword_index_finds_by_the_members_keywords(
     answers = [str(event.response.message.content) for event in listener.of("LLMChatEndEvent")]
     written = {word for answer in answers for word in answer.removeprefix("KEYWORDS: ").split(", ")}
     assert written <= set(index.index_struct.table)
-    found = retriever.retrieve(QUESTION)
-    assert {node.node.get_content() for node in found} <= set(FACTS)
+    result = retriever.retrieve(QUESTION)
+    assert {node.node.get_content() for node in result} <= set(FACTS)
 
 
 def test_a_hypothetical_answer_is_searched_for(short: SpecFuseLLM, listener: Listener) -> None:
@@ -161,9 +161,9 @@ def test_a_question_is_asked_in_several_steps(short: SpecFuseLLM, documents: lis
     )  # fmt: skip
     response = steps.query(QUESTION)
     assert response.metadata is not None
-    asked = response.metadata["sub_qa"]
-    assert len(asked) in (1, 2), "as many as the members asked; LlamaIndex stops where they say that none is left"
-    assert all(question and str(answer) for question, answer in asked)
+    request = response.metadata["sub_qa"]
+    assert len(request) in (1, 2), "as many as the members asked; LlamaIndex stops where they say that none is left"
+    assert all(question and str(answer) for question, answer in request)
     assert str(response)
 
 

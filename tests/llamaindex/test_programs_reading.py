@@ -130,9 +130,9 @@ def test_a_reranker_that_reads_text_ranks_the_readable_nodes(
 
 
 async def entities(extractor: TransformComponent) -> Sequence[BaseNode]:
-    found = await extractor.acall(nodes()[:1])
-    assert KG_NODES_KEY in found[0].metadata
-    return found
+    result = await extractor.acall(nodes()[:1])
+    assert KG_NODES_KEY in result[0].metadata
+    return result
 
 
 async def test_graphs_are_extracted_from_text(llm: SpecFuseLLM) -> None:
@@ -164,8 +164,13 @@ async def test_a_graph_with_a_schema_is_extracted_as_values(llm: SpecFuseLLM) ->
 async def test_evaluators_give_a_verdict_or_say_that_there_is_none(
     evaluator: type[BaseEvaluator], llm: SpecFuseLLM, listener: Listener
 ) -> None:
-    asked = {"query": QUESTION, "response": "At seven.", "contexts": FACTS[:1], "reference": "At seven in the evening."}
+    options = {
+        "query": QUESTION,
+        "response": "At seven.",
+        "contexts": FACTS[:1],
+        "reference": "At seven in the evening.",
+    }
     judged = "At seven." if evaluator is FaithfulnessEvaluator else QUESTION
     with readable_or_refused(listener, judged):
-        result = await evaluator(llm=llm).aevaluate(**asked, second_response="At noon.")  # type: ignore[call-arg]
+        result = await evaluator(llm=llm).aevaluate(**options, second_response="At noon.")  # type: ignore[call-arg]
         assert isinstance(result, EvaluationResult)

@@ -53,8 +53,8 @@ def test_a_query_engine_answers_in_every_response_mode(
     mode: ResponseMode, index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
 ) -> None:
     response = query(index, llm, mode)
-    asked, answered = listener.of("LLMChatStartEvent"), listener.of("LLMChatEndEvent")
-    assert len(asked) == len(answered) == CALLS[mode]
+    request, answered = listener.of("LLMChatStartEvent"), listener.of("LLMChatEndEvent")
+    assert len(request) == len(answered) == CALLS[mode]
     if mode == ResponseMode.CONTEXT_ONLY:
         assert str(response) == "\n\n".join(FACTS)
     elif answered:

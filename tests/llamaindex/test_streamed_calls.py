@@ -57,8 +57,14 @@ async def test_a_program_streams_its_value_asynchronously(tiny_llm: SpecFuseLLM)
 async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     nodes = SummaryIndex.from_documents([Document(text="The observatory opens at seven.")]).as_retriever().retrieve("?")
     synthesizer = get_response_synthesizer(llm=tiny_llm, streaming=True, structured_answer_filtering=True)
-    asked = ("When does it open?", "Is it open now?", "How many visitors come?", "Who opens the door?", "At what time?")
-    answers = {question: synthesizer.synthesize(question, nodes) for question in asked}
+    requests = (
+        "When does it open?",
+        "Is it open now?",
+        "How many visitors come?",
+        "Who opens the door?",
+        "At what time?",
+    )
+    answers = {question: synthesizer.synthesize(question, nodes) for question in requests}
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
     question, reported = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
     pieces: list[str] = []

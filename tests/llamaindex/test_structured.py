@@ -85,10 +85,10 @@ def test_the_members_are_shown_the_schema_and_dates_are_dates(llm: SpecFuseLLM, 
     prompt = PromptTemplate("Fill in the visit.\n\nNote: {note}")
     output = llm.structured_predict(Visit, prompt, note="She comes on 3 May 2024 at 1 o'clock.")
     assert isinstance(output.day, date)
-    [shown] = listener.prompts()
-    lines = shown.splitlines()
+    [printed] = listener.prompts()
+    lines = printed.splitlines()
     assert "- day: The day of arrival., date" in lines
-    assert all(f"- {name}" in shown for name in Visit.model_fields)
+    assert all(f"- {name}" in printed for name in Visit.model_fields)
 
 
 def test_a_structured_llm_answers_chats_with_json(llm: SpecFuseLLM) -> None:
@@ -111,9 +111,9 @@ def test_fifty_of_fifty_predictions_are_valid(llm: SpecFuseLLM) -> None:
         cls, thing, options = CLASSES[number % 3], THINGS[number % 10], {"temperature": 0.8, "seed": number}
         if number % 2:
             return llm.structured_predict(cls, PROMPT, llm_kwargs=options, thing=thing)
-        asked = f"Describe this: {thing}".replace("{", "(").replace("}", ")")
-        return llm.model_copy(update=options).as_structured_llm(cls).complete(asked).raw
+        request = f"Describe this: {thing}".replace("{", "(").replace("}", ")")
+        return llm.model_copy(update=options).as_structured_llm(cls).complete(request).raw
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(predicted, range(50)))
-    assert [type(value) for value in found] == [CLASSES[number % 3] for number in range(50)]
+        results = list(pool.map(predicted, range(50)))
+    assert [type(value) for value in results] == [CLASSES[number % 3] for number in range(50)]

@@ -122,5 +122,5 @@ async def test_every_endpoint_gives_the_log_probability_of_each_token_once(
 
 def test_log_probabilities_are_given_only_where_they_are_asked_for(tiny_llm: SpecFuseLLM) -> None:
     assert tiny_llm.complete(QUESTION, max_tokens=4).logprobs is None
-    wanted = tiny_llm.model_copy(update={"logprobs": True})
-    assert wanted.complete(QUESTION, max_tokens=4).logprobs
+    expected = tiny_llm.model_copy(update={"logprobs": True})
+    assert expected.complete(QUESTION, max_tokens=4).logprobs

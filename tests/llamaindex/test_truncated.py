@@ -55,11 +55,11 @@ def is_cut(llm: SpecFuseLLM, response: ChatResponse) -> bool:
 
 
 async def test_a_call_that_was_cut_is_none_in_every_way_to_ask(short: SpecFuseLLM) -> None:
-    asked = {"tools": [TOOL], "user_msg": "Write.", "tool_required": True}
-    assert is_cut(short, short.chat_with_tools(**asked))
-    assert is_cut(short, await short.achat_with_tools(**asked))
-    assert is_cut(short, list(short.stream_chat_with_tools(**asked))[-1])
-    assert is_cut(short, [response async for response in await short.astream_chat_with_tools(**asked)][-1])
+    options = {"tools": [TOOL], "user_msg": "Write.", "tool_required": True}
+    assert is_cut(short, short.chat_with_tools(**options))
+    assert is_cut(short, await short.achat_with_tools(**options))
+    assert is_cut(short, list(short.stream_chat_with_tools(**options))[-1])
+    assert is_cut(short, [response async for response in await short.astream_chat_with_tools(**options)][-1])
 
 
 def test_a_turn_with_such_a_call_is_read_again(short: SpecFuseLLM) -> None:
@@ -91,12 +91,12 @@ async def test_a_method_that_needs_the_call_raises_an_error(short: SpecFuseLLM) 
 
 
 async def test_a_method_that_needs_no_call_gets_text_without_half_a_call(short: SpecFuseLLM) -> None:
-    wanted = short.chat_with_tools([TOOL], "Write.").message.content
-    asked: dict[str, Any] = {"user_msg": "Write.", "error_on_no_tool_call": False}
-    assert str(short.predict_and_call([TOOL], **asked)) == wanted != ""
-    assert str(await short.apredict_and_call([TOOL], **asked)) == wanted
+    expected = short.chat_with_tools([TOOL], "Write.").message.content
+    options: dict[str, Any] = {"user_msg": "Write.", "error_on_no_tool_call": False}
+    assert str(short.predict_and_call([TOOL], **options)) == expected != ""
+    assert str(await short.apredict_and_call([TOOL], **options)) == expected
     with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
-        short.predict_and_call([TOOL], **asked, tool_choice="any")
+        short.predict_and_call([TOOL], **options, tool_choice="any")
 
 
 async def test_a_prediction_that_was_cut_is_an_error(short: SpecFuseLLM) -> None:

@@ -74,14 +74,14 @@ def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
 def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
     """All questions together: where members disagree, the heavy one's words are chosen."""
     questions = [f"Say something about {what}." for what in ("tides", "bees", "bread", "snow")]
-    said = {}
+    texts = {}
     for name in ("chat", "base"):
         with ChatSpecFuse(config=f"{file}#{name}", max_tokens=12, ledger="full") as llm:
-            said[name] = [message.text for message in llm.batch(questions)]
+            texts[name] = [message.text for message in llm.batch(questions)]
         with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as other:
-            assert [other.complete(question).text for question in questions] == said[name]
-            assert "".join(chunk.delta or "" for chunk in other.stream_complete(questions[0])) == said[name][0]
-    assert said["chat"] != said["base"]
+            assert [other.complete(question).text for question in questions] == texts[name]
+            assert "".join(chunk.delta or "" for chunk in other.stream_complete(questions[0])) == texts[name][0]
+    assert texts["chat"] != texts["base"]
 
 
 async def test_a_file_serves_streams_and_the_event_loop_alike(file: Path) -> None:

@@ -66,12 +66,12 @@ def test_a_tokenizer_that_was_converted_into_letters_is_refused(
 
 
 def test_progress_names_every_member_and_stage(folder: Path) -> None:
-    seen: list[LoadProgress] = []
+    recorded: list[LoadProgress] = []
     with EnsembleEngine(EnsembleConfig(members=[MemberConfig(str(folder), name=n) for n in "ab"])) as engine:
-        engine.load(seen.append)
-        engine.load(seen.append)
-    assert [(p.member, p.index, p.total) for p in seen if p.stage == "ready"] == [("a", 1, 2), ("b", 2, 2)]
-    assert "reading the weights" in {p.stage for p in seen}
+        engine.load(recorded.append)
+        engine.load(recorded.append)
+    assert [(p.member, p.index, p.total) for p in recorded if p.stage == "ready"] == [("a", 1, 2), ("b", 2, 2)]
+    assert "reading the weights" in {p.stage for p in recorded}
 
 
 def test_nothing_is_loaded_until_it_is_needed() -> None:
@@ -152,12 +152,12 @@ def test_an_adapter_is_merged_into_the_weights(folder: Path, tmp_path: Path) -> 
     adapted = _adapter(folder, tmp_path / "adapter")
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
-        wanted = adapted(input_ids=ids, use_cache=False).logits[0]
+        expected = adapted(input_ids=ids, use_cache=False).logits[0]
         bare = LocalMember(MemberConfig(str(folder))).runner.plain(ids[0].tolist())
         member = LocalMember(MemberConfig(str(folder), adapter=str(tmp_path / "adapter")))
-        found = member.runner.plain(ids[0].tolist())
-    assert (found - wanted).abs().max() < 1e-4
-    assert (bare - wanted).abs().max() > 1e-2
+        result = member.runner.plain(ids[0].tolist())
+    assert (result - expected).abs().max() < 1e-4
+    assert (bare - expected).abs().max() > 1e-2
     assert member.report.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
@@ -181,8 +181,8 @@ def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path:
     reported = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     sums = set()
     for revision in ("one", "two"):
-        asked = [sys.executable, "-c", work, str(folder), revision]
-        done = subprocess.run(asked, capture_output=True, text=True, env=reported, timeout=120, check=False)
+        requests = [sys.executable, "-c", work, str(folder), revision]
+        done = subprocess.run(requests, capture_output=True, text=True, env=reported, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         sums.add(done.stdout.split("sum ")[1])
     assert len(sums) == 2

@@ -22,9 +22,9 @@ from tests.support.tiny import byte_level_tokenizer, save_model
 def without(folder: Path, lost: Callable[[str], bool], file: str = "model.safetensors") -> None:
     """Rewrite the weights of a folder without some tensors."""
     weights = load_file(folder / file)
-    kept = {name: tensor for name, tensor in weights.items() if not lost(name)}
-    assert 0 < len(kept) < len(weights)
-    save_file(kept, folder / file, metadata={"format": "pt"})
+    retained = {name: tensor for name, tensor in weights.items() if not lost(name)}
+    assert 0 < len(retained) < len(weights)
+    save_file(retained, folder / file, metadata={"format": "pt"})
 
 
 def save_encoder(folder: Path, kind: Any) -> Path:

@@ -50,7 +50,7 @@ def test_a_model_is_found_by_every_form_of_its_name(store: Path, name: str) -> N
         [("application/vnd.ollama.image.license", "b" * 64), (MODEL, "a" * 64)],
     )
     assert gguf_file(member(name)) == store / "blobs" / f"sha256-{'a' * 64}"
-    assert [(found.name, found.size) for found in ollama_models()] == [("llama3.2:3b", 13)]
+    assert [(result.name, result.size) for result in ollama_models()] == [("llama3.2:3b", 13)]
     assert member("llama3.2:3b").label == "llama3.2:3b"
 
 
@@ -59,7 +59,7 @@ def test_latest_and_other_registries(store: Path) -> None:
     add(store, "hf.co/somebody/Model-GGUF/Q4_K_M", [(MODEL, "c" * 64)])
     assert gguf_file(member("phi3")) == gguf_file(member("phi3:latest"))
     assert gguf_file(member("hf.co/somebody/Model-GGUF:Q4_K_M")) == store / "blobs" / f"sha256-{'c' * 64}"
-    assert [found.name for found in ollama_models()] == ["hf.co/somebody/Model-GGUF:Q4_K_M", "phi3:latest"]
+    assert [result.name for result in ollama_models()] == ["hf.co/somebody/Model-GGUF:Q4_K_M", "phi3:latest"]
 
 
 def test_adapters_of_a_model_go_along(store: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_broken_manifest_hides_no_other_model(store: Path) -> None:
     add(store, "registry.ollama.ai/library/good/latest", [(MODEL, "a" * 64)])
     add(store, "registry.ollama.ai/library/bad/latest", [])
     (store / "manifests/registry.ollama.ai/library/bad/latest").write_text("[1")
-    assert [found.name for found in ollama_models()] == ["good:latest"]
+    assert [result.name for result in ollama_models()] == ["good:latest"]
 
 
 def test_a_model_without_a_template_is_warned_of(tmp_path: Path) -> None:

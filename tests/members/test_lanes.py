@@ -61,9 +61,9 @@ def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tu
         def step(segments: Any, plain: Any = plain, own: Any = times[member.name]) -> Any:
             began = time.monotonic()
             time.sleep(seconds)
-            found = plain(segments)
+            result = plain(segments)
             own.append((began, time.monotonic()))
-            return found
+            return result
 
         member.runner.step = step  # type: ignore[method-assign]
     yield times
@@ -77,8 +77,8 @@ def test_answers_equal_sequential_ones_and_forward_passes_overlap(
     expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
     assert len(lanes()) == 1, "one member runs in the worker itself"
     with slowed(engine, 0.002) as times:
-        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]
-    assert found == expected
+        results = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]
+    assert results == expected
     first, second = times.values()
     together = sum(any(a < d and c < b for c, d in second) for a, b in first)
     assert together > 0.5 * len(first), "but where only one of them has anything to do"
@@ -146,7 +146,7 @@ def test_a_device_whose_thread_dies_ends_the_engine_and_every_call(
 
 def test_members_share_out_the_cores(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = sorted(local_members(tiny_engine), key=lambda member: member.report.memory_bytes)[-2:]
-    for cores, asked, expected in [
+    for cores, request, expected in [
         (1, [small, large], [([large, small], None)]),
         (2, [small, large], [([large], 1), ([small], 1)]),
         (7, [small, large], [([large], 3), ([small], 3)]),
@@ -154,30 +154,30 @@ def test_members_share_out_the_cores(tiny_engine: EnsembleEngine, monkeypatch: p
         (4, [small], [([small], None)]),
     ]:
         monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda cores=cores: cores)
-        assert lanes_of(asked) == expected
+        assert lanes_of(request) == expected
 
 
 def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
 
     def limited() -> None:
         use_cores(before + 1)
-        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other = threading.Thread(target=lambda: results.append(torch.get_num_threads()))
         other.start()
         other.join()
-        found.append(torch.get_num_threads())
+        results.append(torch.get_num_threads())
 
     thread = threading.Thread(target=limited)
     thread.start()
     thread.join()
-    assert found == [before, before + 1]
+    assert results == [before, before + 1]
     assert torch.get_num_threads() == before
 
 
 def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: EnsembleEngine) -> None:
     member = local_members(tiny_engine)[0]
-    lane, found = LocalLane([member]), list[StageResult]()
-    lane.reply_to(found.extend)
+    lane, results = LocalLane([member]), list[StageResult]()
+    lane.reply_to(results.extend)
 
     def ask(op: Open | Draft | Close, *answers: int) -> None:
         lane.submit([StageRequest(answer, member.name, op) for answer in answers])
@@ -204,6 +204,6 @@ def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: 
     run()
     ask(Close(), 1, 2, 3, 4, 5)
     run()
-    assert [result.error for result in found] == [None] * 13
+    assert [result.error for result in results] == [None] * 13
     assert lane.wait_seconds is None
     assert not any(lane._sessions.values())

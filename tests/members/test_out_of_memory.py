@@ -34,14 +34,14 @@ class Allocations(TorchDispatchMode):
         self.count, self.failing = 0, failing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for made in tree_leaves(found):
+        for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given and made.nbytes >= LARGE:
                 self.count += 1
                 if self.count == self.failing:
                     raise torch.OutOfMemoryError("injected: out of memory")
-        return found
+        return result
 
 
 def answer(config: EnsembleConfig, members: list[LocalMember], failing: int | None) -> tuple[str, int]:

@@ -39,9 +39,9 @@ class Elsewhere(EnsembleEngine):
         here = [LocalMember(m) for m in self.config.member_configs if m.name not in self.distant]
         local = assemble(here, self._metrics.forward) if here else Assembly(())
         pipes = {name: self._start(self._config_of(name)) for name in self.distant}
-        found = {member.name: member for member in local.members}
-        found |= {n: distant_member(self._config_of(n), pipe.members[0]) for n, pipe in pipes.items()}
-        members = tuple(found[name] for name in self.config.names)
+        results = {member.name: member for member in local.members}
+        results |= {n: distant_member(self._config_of(n), pipe.members[0]) for n, pipe in pipes.items()}
+        members = tuple(results[name] for name in self.config.names)
         return Assembly(members, local.own, (*local.others, *pipes.values()))
 
     def _start(self, member: MemberConfig) -> PipedLane:
@@ -108,14 +108,14 @@ def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere
 def test_a_member_whose_process_dies_leaves_and_local_ones_continue(tiny_engine: EnsembleEngine) -> None:
     with elsewhere(tiny_engine.config, ("base",)) as engine:
         events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=200))
-        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        output = next(event for event in events if isinstance(event, SegmentEvent))
         engine.processes[0].kill()
         rest = list(events)
         [warning] = [event for event in rest if isinstance(event, WarningEvent)]
         assert warning.member == "base"
         assert warning.message.endswith("left the answer: the process of base is gone")
         assert isinstance(rest[-1], FinishEvent)
-        assert rest[-1].result.text.startswith(shown.text)
+        assert rest[-1].result.text.startswith(output.text)
         assert rest[-1].result.rounds[-1].active == ("chat",)
         again = engine.generate("Still there?", SamplingParams(max_tokens=10))
         assert [fault.member for fault in again.warnings] == ["base"]
@@ -128,14 +128,14 @@ def test_a_member_whose_process_stops_in_the_middle_of_a_draft_is_late_and_one_t
     with elsewhere(deadline, ("base",)) as engine:
         for how in (signal.SIGCONT, signal.SIGKILL):
             events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=300, min_tokens=300))
-            seen = [next(event for event in events if isinstance(event, SegmentEvent))]
+            recorded = [next(event for event in events if isinstance(event, SegmentEvent))]
             os.kill(engine.processes[0].pid or 0, signal.SIGSTOP)
             late = next(event for event in events if isinstance(event, SegmentEvent) and _late(event) == ["base"])
             os.kill(engine.processes[0].pid or 0, how)
             rest = [late, *events]
             last = rest[-1]
             assert isinstance(last, FinishEvent)
-            assert last.result.text.startswith(seen[0].text)
+            assert last.result.text.startswith(recorded[0].text)
             if how is signal.SIGCONT:
                 assert not last.result.warnings
             else:

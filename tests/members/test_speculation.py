@@ -75,7 +75,7 @@ def _disturb(folder: Path, noise: float) -> None:
 
 def requests(count: int, seed: int) -> Asked:
     """Questions and settings at random: sampled and greedy, with stops, penalties, lengths and grammars."""
-    chance, found = random.Random(seed), []
+    chance, results = random.Random(seed), []
     for _ in range(count):
         text = " ".join(chance.choices(WORDS, k=chance.randint(3, 30)))
         settings: dict[str, object] = {"max_tokens": chance.randint(4, 24)}
@@ -90,8 +90,8 @@ def requests(count: int, seed: int) -> Asked:
             settings["grammar"] = Grammar.regex("[a-z ]{3,40}")
         elif chance.random() < 0.3:
             settings["min_tokens"] = chance.randint(1, 4)
-        found.append((text, SamplingParams(**settings)))
-    return found
+        results.append((text, SamplingParams(**settings)))
+    return results
 
 
 def reported(result: EnsembleResult) -> tuple[object, ...]:
@@ -99,24 +99,24 @@ def reported(result: EnsembleResult) -> tuple[object, ...]:
 
 
 def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[EnsembleResult]:
-    found = engine.generate_batch([text for text, _ in asked], [params for _, params in asked], **options)
-    assert all(isinstance(result, EnsembleResult) for result in found), found
-    return found  # type: ignore[return-value]
+    results = engine.generate_batch([text for text, _ in asked], [params for _, params in asked], **options)
+    assert all(isinstance(result, EnsembleResult) for result in results), results
+    return results  # type: ignore[return-value]
 
 
 def assert_same_with_and_without(
     config: EnsembleConfig, asked: Asked, over: EnsembleEngine | None = None, **options: Any
 ) -> dict[str, MetricsSnapshot]:
     """The same answers, for no more forward passes; the metrics of both engines. `over`: the members that answer."""
-    found, counted = {}, {}
+    values, counted = {}, {}
     for speculation in ("off", "auto"):
-        wanted = replace(config, speculation=speculation)
-        with EngineOver(over, wanted) if over is not None else EnsembleEngine(wanted) as engine:
-            found[speculation] = answers(engine, asked, **options)
+        expected = replace(config, speculation=speculation)
+        with EngineOver(over, expected) if over is not None else EnsembleEngine(expected) as engine:
+            values[speculation] = answers(engine, asked, **options)
             counted[speculation] = engine.metrics()
-    for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
+    for (text, params), off, auto in zip(asked, values["off"], values["auto"], strict=True):
         assert reported(auto) == reported(off), (text, params)
-    saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
+    saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in values.values()]
     assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
     return counted
 
@@ -195,8 +195,8 @@ def test_a_leader_is_recorded_and_changes_nothing(trio: EnsembleEngine, chance: 
     assert [(r.winner, r.text) for r in rounds["auto"]] == [(r.winner, r.text) for r in rounds["off"]]
     assert all(r.leader in r.active for r in rounds["auto"] if len(r.active) > 1)
     assert not any(r.leader for r in rounds["off"])
-    said = {way: [{c.text: set(c.drafters) for c in r.candidates} for r in found] for way, found in rounds.items()}
-    assert said["auto"] == said["off"]
+    texts = {way: [{c.text: set(c.drafters) for c in r.candidates} for r in result] for way, result in rounds.items()}
+    assert texts["auto"] == texts["off"]
 
 
 def test_counters_include_guesses(trio: EnsembleEngine) -> None:
@@ -240,8 +240,8 @@ def test_members_of_static_execution_guess_and_else_draft_ahead(
             assert static is not None
             drafts.append(Mock(wraps=static.draft))
             monkeypatch.setattr(static, "draft", drafts[-1])
-        asked = ("the fox asks why", "tides follow")
-        results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in asked]
+        prompts = ("the fox asks why", "tides follow")
+        results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in prompts]
     usages = [usage for result in results for usage in result.usage.members.values()]
     assert sum(usage.accepted for usage in usages) > 0
     assert any(draft.called for draft in drafts)
@@ -262,10 +262,10 @@ def test_guesses_have_to_come_true_more_often_where_answers_share_passes(
             assert round(member.guess_cost, 2) == cost
         changed.setattr(member, "devices", {"cuda:0": 1.0})
         assert member.guess_cost == 0.06, "a card waits for weights"
-    asked = [" ".join(random.Random(n).choices(WORDS, k=24)) for n in range(8)]
+    prompts = [" ".join(random.Random(n).choices(WORDS, k=24)) for n in range(8)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    alone = [trio.generate(question, params) for question in asked]
-    together = trio.generate_batch(asked, params)
+    alone = [trio.generate(question, params) for question in prompts]
+    together = trio.generate_batch(prompts, params)
     assert [result.text for result in together] == [result.text for result in alone]
     assert 0 < _guessed(together) < _guessed(alone)
 

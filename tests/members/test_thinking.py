@@ -95,15 +95,15 @@ def test_reasoning_ends_where_the_member_ends_it(folders: tuple[str, str], execu
     with EnsembleEngine(EnsembleConfig([plain])) as engine:
         [member] = local_members(engine)
         prompt = member.encode_prompt([Message("user", QUESTION)])
-        said = member.codec.decode(greedy(member, prompt, 40))
-    marker = said[20:23]
+        text = member.codec.decode(greedy(member, prompt, 40))
+    marker = text[20:23]
     given = replace(plain, thinking=("<think>", marker))
     with EnsembleEngine(EnsembleConfig([given], execution=execution)) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=200))
         [member] = local_members(engine)
         used = result.usage.members["thinks"].thinking
-    assert said.startswith(result.thinking["thinks"])
-    assert result.thinking["thinks"] == said[: said.index(marker)].rstrip()
+    assert text.startswith(result.thinking["thinks"])
+    assert result.thinking["thinks"] == text[: text.index(marker)].rstrip()
     assert used < 60
 
 
@@ -159,10 +159,10 @@ def logprob_after(member: LocalMember, before: list[int], text: str) -> list[flo
 def test_log_probabilities_are_an_answers_and_not_further_reasonings(engine: EnsembleEngine) -> None:
     member = next(m for m in local_members(engine) if m.name == "thinks")
     prompt = member.encode_prompt([Message("user", QUESTION)])
-    found = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
+    output = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
     closed = [*prompt, *member.codec.encode("\n"), *member.prompts.thoughts_closing()]
     plain = [sum(logprob_after(member, closed, text)) for text in ("Yes.", "No, it is not.")]
-    assert found["thinks"] == pytest.approx(plain)
+    assert output["thinks"] == pytest.approx(plain)
     result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=20, logprobs=True))
     thought = member.codec.encode(result.thinking["thinks"] + "\n")
     after = [*prompt, *thought, *member.prompts.thoughts_closing()]

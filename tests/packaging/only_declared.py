@@ -38,8 +38,8 @@ class OnlyDeclared(DistributionFinder):
         return PathFinder.find_spec(fullname, path, target)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        found = PathFinder.find_distributions(context or DistributionFinder.Context())
-        return (d for d in found if normal(d.metadata["Name"]) in self.declared)
+        result = PathFinder.find_distributions(context or DistributionFinder.Context())
+        return (d for d in result if normal(d.metadata["Name"]) in self.declared)
 
 
 if __name__ == "__main__":

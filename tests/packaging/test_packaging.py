@@ -68,17 +68,17 @@ def metadata(unpacked: Path) -> Distribution:
 def closure(requirements: list[str], extras: frozenset[str]) -> set[str]:
     """Names of all distributions that these requirements need, read from the installed ones."""
     names: set[str] = set()
-    seen: set[tuple[str, str]] = set()
+    recorded: set[tuple[str, str]] = set()
     todo = [(text, extra) for text in requirements for extra in (extras or {""})]
     while todo:
         text, extra = todo.pop()
-        wanted = Requirement(text)
-        name = canonicalize_name(wanted.name)
-        if (text, extra) in seen or (wanted.marker and not wanted.marker.evaluate({"extra": extra})):
+        expected = Requirement(text)
+        name = canonicalize_name(expected.name)
+        if (text, extra) in recorded or (expected.marker and not expected.marker.evaluate({"extra": extra})):
             continue
-        seen.add((text, extra))
+        recorded.add((text, extra))
         names.add(name)
-        todo += [(r, e) for r in requires(name) for e in ("", *wanted.extras)]
+        todo += [(r, e) for r in requires(name) for e in ("", *expected.extras)]
     return names
 
 
@@ -164,9 +164,9 @@ def test_an_adapter_without_its_extra_says_what_to_install(
     metadata: Distribution, unpacked: Path, package: str, extra: str, other: str
 ) -> None:
     code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
-    said = run_with_extra(metadata, unpacked, other, code)
-    assert said.startswith("MissingExtraError ")
-    assert f'pip install ".[{extra}]" in a clone' in said
+    text = run_with_extra(metadata, unpacked, other, code)
+    assert text.startswith("MissingExtraError ")
+    assert f'pip install ".[{extra}]" in a clone' in text
 
 
 @pytest.mark.slow

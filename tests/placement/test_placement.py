@@ -84,9 +84,9 @@ def test_sizes_are_those_of_the_published_models(name: str, parameters: int, kv_
 
 def test_context_is_the_members_own_limit_where_it_has_one() -> None:
     device = planned_devices("80GB")[0]
-    asked = Workload(context=16_384)
-    assert five()[0].need(device, None, asked).caches == 8192 * 131_072, "more than the model can hold"
-    assert five(max_context=512)[0].need(device, None, asked).caches == 512 * 131_072
+    request = Workload(context=16_384)
+    assert five()[0].need(device, None, request).caches == 8192 * 131_072, "more than the model can hold"
+    assert five(max_context=512)[0].need(device, None, request).caches == 512 * 131_072
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,9 @@ def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
     seconded = policies.SecondedMean()
     assert elect(*rows, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2
     assert elect(*rows, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0, "half is not most"
-    heard = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-3, 1e-5, 0.6)]
-    assert elect(*heard, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2, "its own draft counts in full"
-    assert elect(*heard, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
+    events = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-3, 1e-5, 0.6)]
+    assert elect(*events, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2, "its own draft counts in full"
+    assert elect(*events, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
 
 
 def test_a_member_that_babbles_changes_nothing() -> None:
@@ -242,14 +242,14 @@ def test_a_member_that_babbles_changes_nothing() -> None:
     nonsense = [candidate((" zq", p), (" d", 0.5)) for p in (1e-9, 1e-9, 0.9)]
     pair = elect(war, years)
     three = [[*row, zq] for row, zq in zip((war, years, babbler), nonsense, strict=True)]
-    found = elect(*three, aggregate=policies.SecondedMean())
-    assert found.winner == pair.winner == 0
-    assert found.votes == pytest.approx([*pair.votes, 0.0])
-    assert len(found.scores) == 3, "its scores are reported all the same"
+    result = elect(*three, aggregate=policies.SecondedMean())
+    assert result.winner == pair.winner == 0
+    assert result.votes == pytest.approx([*pair.votes, 0.0])
+    assert len(result.scores) == 3, "its scores are reported all the same"
     uneven = elect(*three, aggregate=policies.SecondedMean(), weights=[0.1, 0.5, 0.4])
     assert uneven.winner == elect(war, years, weights=[1 / 6, 5 / 6]).winner == 1
-    heard = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
-    understood = [*three[:2], [babbler[0], heard, nonsense[2]]]
+    received = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
+    understood = [*three[:2], [babbler[0], received, nonsense[2]]]
     assert elect(*understood, aggregate=policies.SecondedMean()).winner == 1, "a candidate of one member needs a second"
     strangers = [[candidate((" a", p)), candidate((" b", q))] for p, q in ((0.9, 1e-9), (1e-9, 0.8))]
     assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "who are all the insiders there are"
@@ -316,8 +316,8 @@ class Verifier:
         ids = self.encode(text)
         line = [*ids, END] if ends else ids
         own = (self.seed, self.vocabulary, self.sharpness)
-        found = [math.log(next_token(*own, tuple(line[:n]))[token]) for n, token in enumerate(line)]
-        return CandidateLogprobs(text, ends, found, [max(1, len(token)) for token in line])
+        results = [math.log(next_token(*own, tuple(line[:n]))[token]) for n, token in enumerate(line)]
+        return CandidateLogprobs(text, ends, results, [max(1, len(token)) for token in line])
 
 
 TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product(LETTERS, repeat=n)]
@@ -347,10 +347,10 @@ def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_o
 ) -> None:
     weights = policies.normalised(raw[: len(verifiers)])
     distinct = _distinct_within(drafts)
-    found = elect(*tables(verifiers, distinct), weights=weights)
-    for row in found.scores:
+    result = elect(*tables(verifiers, distinct), weights=weights)
+    for row in result.scores:
         assert sum(row) <= 1 + 1e-9
-    assert sum(found.votes) <= 1 + 1e-9
+    assert sum(result.votes) <= 1 + 1e-9
 
 
 def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
@@ -360,12 +360,12 @@ def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
     """
     cut = max if all(ends for _, ends in drafts) else min
     border = cut(len(text) for text, _ in drafts)
-    seen: dict[Draft, Draft] = {}
+    recorded: dict[Draft, Draft] = {}
     for text, ends in sorted(drafts, key=lambda d: len(d[0])):
-        ended = next((t for (t, e) in seen if e and text.startswith(t) and (text, ends) != (t, e)), None)
+        ended = next((t for (t, e) in recorded if e and text.startswith(t) and (text, ends) != (t, e)), None)
         key = (text[:border], ends and len(text) <= border) if ended is None else (ended, False)
-        seen.setdefault(key, (text, ends))
-    return list(seen.values())
+        recorded.setdefault(key, (text, ends))
+    return list(recorded.values())
 
 
 def weighted(verifiers: Sequence[Verifier], weights: Sequence[float], draft: Draft) -> float:
@@ -393,10 +393,10 @@ def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier
 
 def _across(verifier: Verifier, text: str, border: int) -> str:
     """The text of the tokens that begin within the border."""
-    said = ""
+    reply = ""
     for token in verifier.encode(text):
-        said += token if len(said) < border else ""
-    return said
+        reply += token if len(reply) < border else ""
+    return reply
 
 
 def _joins(verifier: Verifier, text: str, longer: str) -> bool:
@@ -432,10 +432,10 @@ def test_the_winner_does_not_hang_on_the_order_of_candidates(
 ) -> None:
     score, moved = Stretch(per), data.draw(st.permutations(drafts))
     for aggregate in (policies.weighted_mean, policies.geometric_mean):
-        found = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
+        result = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)
-        assert drafts[found.winner] == moved[again.winner]
-        assert all(0 <= vote <= 1 + 1e-9 for vote in found.votes)
+        assert drafts[result.winner] == moved[again.winner]
+        assert all(0 <= vote <= 1 + 1e-9 for vote in result.votes)
 
 
 def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
@@ -445,7 +445,7 @@ def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
     rows, drafters = [strong, weak], [[0], [1]]
     plain = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4])
     assert plain.elect(rows, drafters, [False] * 2).winner == 1
-    found = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4], whole_values=True).elect(rows, drafters, [False] * 2)
-    assert found.winner == 0
-    assert found.scores[0] == pytest.approx([20 / 23, 3 / 23])
-    assert found.votes == pytest.approx([0.6 * 20 / 23 + 0.4 / 6, 0.6 * 3 / 23 + 0.4 * 5 / 6])
+    result = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4], whole_values=True).elect(rows, drafters, [False] * 2)
+    assert result.winner == 0
+    assert result.scores[0] == pytest.approx([20 / 23, 3 / 23])
+    assert result.votes == pytest.approx([0.6 * 20 / 23 + 0.4 / 6, 0.6 * 3 / 23 + 0.4 * 5 / 6])

@@ -97,17 +97,17 @@ def test_needs_are_those_stated_and_else_the_models() -> None:
     from specfuse_shared.members.ray import needs_of
 
     member, gib = MemberConfig("a"), 2**30
-    asked: list[str] = []
+    requests: list[str] = []
 
     def memory_of(config: MemberConfig) -> int:
-        asked.append(config.label)
+        requests.append(config.label)
         return gib
 
     assert needs_of(member, memory_of, cards=False) == {"CPU": 1, "memory": gib}
     assert needs_of(member, lambda config: None, cards=False) == {"CPU": 1}
-    asked.clear()
+    requests.clear()
     assert needs_of(member, memory_of, cards=True) == {"CPU": 1, "GPU": 1}
-    assert not asked, "a model on a card is not looked at"
+    assert not requests, "a model on a card is not looked at"
     assert needs_of(replace(member, device="cpu"), memory_of, cards=True) == {"CPU": 1, "memory": gib}
     stated = replace(member, resources={"GPU": 0.5, "CPU": 4, "big": 1})
     assert needs_of(stated, memory_of, cards=False) == {"CPU": 4, "GPU": 0.5, "big": 1}
@@ -198,14 +198,14 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
 ) -> None:
     questions = [f"How do the tides follow the moon, {number}?" for number in range(20)]
     params = SamplingParams(max_tokens=1000, ignore_eos=True)  # Ray takes seconds to see it
-    shown: list[str] = ["" for _ in questions]
+    outputs: list[str] = ["" for _ in questions]
     ends: list[FinishEvent | None] = [None for _ in questions]
     warned: list[list[str]] = [[] for _ in questions]
 
     def follow(number: int) -> None:
         for event in apart.stream(questions[number], params):
             if isinstance(event, SegmentEvent):
-                shown[number] += event.text
+                outputs[number] += event.text
             elif isinstance(event, WarningEvent):
                 warned[number].append(event.member)
             elif isinstance(event, FinishEvent):
@@ -214,12 +214,12 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     threads = [threading.Thread(target=follow, args=(number,)) for number in range(len(questions))]
     for thread in threads:
         thread.start()
-    _until(lambda: all(shown))
+    _until(lambda: all(outputs))
     cluster.remove_node(cluster.nodes_by_name[NODES[1]], allow_graceful=False)
     for thread in threads:
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads), "nothing hangs"
-    for text, end, lost in zip(shown, ends, warned, strict=True):
+    for text, end, lost in zip(outputs, ends, warned, strict=True):
         assert end is not None
         assert end.result.text == text
         assert lost == ["base"]
@@ -229,8 +229,8 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     assert [fault.member for fault in without.warnings] == ["base"]
     cluster.nodes_by_name[NODES[1]] = cluster.add_node(num_cpus=2, resources={NODES[1]: 1})
     _until(lambda: not apart.generate("Back?", SamplingParams(max_tokens=10)).warnings, 120)
-    found = apart.generate(*ASKED[0])
-    assert everything(found)["text"] == tiny_engine.generate(*ASKED[0]).text
+    result = apart.generate(*ASKED[0])
+    assert everything(result)["text"] == tiny_engine.generate(*ASKED[0]).text
 
 
 def test_memory_is_back_after_close(tiny_engine: EnsembleEngine, cluster: Any) -> None:
@@ -246,11 +246,11 @@ def test_memory_is_back_after_close(tiny_engine: EnsembleEngine, cluster: Any) -
 
 def _actors() -> set[int]:
     """Processes that run a member's actor."""
-    found = set()
+    results = set()
     for process in psutil.process_iter(["cmdline"]):
         if "ray::MemberActor" in " ".join(process.info["cmdline"] or []):
-            found.add(process.pid)
-    return found
+            results.add(process.pid)
+    return results
 
 
 def _until(condition: Any, seconds: float = 60.0) -> None:

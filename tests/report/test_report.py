@@ -82,10 +82,10 @@ def real(tiny_engine: EnsembleEngine) -> EnsembleResult:
 
 
 def test_the_answer_of_a_real_run_is_its_segments_one_a_round(real: EnsembleResult) -> None:
-    shown = page(real)
-    assert shown.texts("answer") == [real.text]
-    assert shown.texts("seg") == [record.text for record in real.rounds]
-    assert len(shown.texts("card")) == len(real.rounds)
+    output = page(real)
+    assert output.texts("answer") == [real.text]
+    assert output.texts("seg") == [record.text for record in real.rounds]
+    assert len(output.texts("card")) == len(real.rounds)
 
 
 def test_every_round_of_a_real_run_shows_rivals_scores_weights_and_time(real: EnsembleResult) -> None:
@@ -125,9 +125,9 @@ def test_the_summary_and_usage_of_every_member_are_shown(real: EnsembleResult) -
 )
 def test_text_stays_exactly_the_text(segments: list[str]) -> None:
     result = explained([(("alpha", "beta")[i % 2], text) for i, text in enumerate(segments)])
-    shown = page(result)
-    assert shown.texts("answer") == ["".join(segments)] == [result.text]
-    assert shown.texts("seg") == segments
+    output = page(result)
+    assert output.texts("answer") == ["".join(segments)] == [result.text]
+    assert output.texts("seg") == segments
 
 
 def test_nul_which_html_cannot_hold_becomes_the_replacement_character() -> None:
@@ -140,23 +140,23 @@ HOSTILE = "<script>alert('x')</script>\"'></style>"
 def test_nothing_that_a_model_or_a_name_says_becomes_markup() -> None:
     leaving = {1: [MemberExit(f"b{HOSTILE}", 1, "fault")]}
     result = explained([(HOSTILE, HOSTILE)], (HOSTILE, f"b{HOSTILE}"), leaving=leaving, stop_sequence=HOSTILE)
-    shown = page(result, HOSTILE)
-    assert {tag for tag, _, _ in shown.elements} == {tag for tag, _, _ in page(explained(TIDES), "plain").elements}
-    assert shown.texts("answer") == shown.texts("h1") == [HOSTILE]
-    assert not [name for _, attrs, _ in shown.elements for name in attrs if name.startswith("on")]
+    output = page(result, HOSTILE)
+    assert {tag for tag, _, _ in output.elements} == {tag for tag, _, _ in page(explained(TIDES), "plain").elements}
+    assert output.texts("answer") == output.texts("h1") == [HOSTILE]
+    assert not [name for _, attrs, _ in output.elements for name in attrs if name.startswith("on")]
 
 
 def test_text_cut_at_a_stop_string_is_not_in_the_answer_but_in_its_round() -> None:
     turns = [("alpha", "Thought: rain."), ("beta", "\nObser"), ("alpha", "vation: none")]
     result = explained(turns, text="Thought: rain.", stop_sequence="\nObservation")
-    shown = page(result)
-    assert shown.texts("answer") == ["Thought: rain."]
-    assert shown.texts("seg") == ["Thought: rain.", "", ""]
+    output = page(result)
+    assert output.texts("answer") == ["Thought: rain."]
+    assert output.texts("seg") == ["Thought: rain.", "", ""]
     first, second, third = cards(result)
     assert "Cut from the answer" not in first
     assert "Cut from the answer: Obser" in second
     assert "Cut from the answer: vation: none" in third
-    assert r'at the stop string "\nObservation"' in words(shown.texts("facts")[0])
+    assert r'at the stop string "\nObservation"' in words(output.texts("facts")[0])
 
 
 def test_pieces_equal_the_text_for_any_rounds() -> None:
@@ -226,12 +226,12 @@ def test_exits_and_faults_name_the_member_the_round_and_the_reason() -> None:
     turns = [("alpha", "One,"), ("alpha", " two,"), ("alpha", " three.")]
     result = explained(turns, members, leaving=leaving)
     table = words(page(result).texts("roomy")[0])
-    said = [
+    texts = [
         "left after round 1: retention 0.125",
         "left in round 2: it failed",
         "left in round 3: its context was full",
     ]
-    for name, why, card in zip(members[1:], said, cards(result), strict=True):
+    for name, why, card in zip(members[1:], texts, cards(result), strict=True):
         assert f"{name} {why}" in card
         assert why in table
     assert table.count("to the end") == 1
@@ -252,17 +252,17 @@ def test_an_empty_answer_says_so() -> None:
     assert page(ended).texts("answer") == [""]
     assert "The answer is empty." in ended.to_html()
     nothing = explained([], total_seconds=0.0, first_segment_seconds=None, prefill_seconds=0.0)
-    shown = page(nothing)
-    assert shown.texts("answer") == [""]
-    assert shown.texts("card") == shown.texts("figure") == []
+    output = page(nothing)
+    assert output.texts("answer") == [""]
+    assert output.texts("card") == output.texts("figure") == []
 
 
 def test_two_hundred_rounds_are_all_there_under_few_tick_labels() -> None:
     result = explained([(("alpha", "beta")[i % 3 > 0], f" word{i}") for i in range(200)])
-    shown = page(result)
-    assert shown.texts("answer") == [result.text]
-    assert len(shown.texts("card")) == 200
-    assert words(shown.texts("ticks")[0]) == "20406080100120140160180200"
+    output = page(result)
+    assert output.texts("answer") == [result.text]
+    assert len(output.texts("card")) == 200
+    assert words(output.texts("ticks")[0]) == "20406080100120140160180200"
 
 
 # ── charts ───────────────────────────────────────────────────────────────────────────────────────
@@ -272,10 +272,10 @@ def bars(result: EnsembleResult, chart: int) -> Iterator[list[tuple[str, float, 
     """(class, top edge, height) of the bars of each column."""
     plot = result.to_html().split('<div class="plot"')[chart + 1].partition("</svg>")[0]
     for column in plot.split("<g>")[1:]:
-        found = re.findall(
+        results = re.findall(
             r'<rect class="(?!ground)([^"]+)" x="[^"]+" y="([^"]+)" width="[^"]+" height="([^"]+)"', column
         )
-        yield [(css, float(y), float(height)) for css, y, height in found]
+        yield [(css, float(y), float(height)) for css, y, height in results]
 
 
 def test_columns_stack_the_weights_and_retention_of_active_members() -> None:
@@ -294,13 +294,13 @@ def test_columns_stack_the_weights_and_retention_of_active_members() -> None:
 def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
     result = explained(TIDES)
     assert [css for css, _, _ in next(bars(result, 2))] == ["draft", "verify"]
-    shown = page(result)
-    assert "Round 2: draft 0.25 s, verify 0.12 s" in shown.texts("title")
-    assert "prefill 0.50 s draft 0.75 s verify 0.38 s other 0.10 s" in words(shown.texts("legend")[1])
-    head, *rows = map(words, shown.texts("roomy")[-1].split("Exits"))
+    output = page(result)
+    assert "Round 2: draft 0.25 s, verify 0.12 s" in output.texts("title")
+    assert "prefill 0.50 s draft 0.75 s verify 0.38 s other 0.10 s" in words(output.texts("legend")[1])
+    head, *rows = map(words, output.texts("roomy")[-1].split("Exits"))
     assert head == "Round Written by Score Weights Retention Draft Verify"
     assert rows[0].count("0.25 s 0.12 s") == len(result.rounds)
-    facts = words(shown.texts("facts")[0])
+    facts = words(output.texts("facts")[0])
     assert "First segment 0.88 s prompt read in 0.50 s" in facts
     assert "Tokens 40 after a prompt of 31 Time 1.73 s 23.2 tokens/s" in facts
 
@@ -325,12 +325,12 @@ def test_the_facts_say_how_the_answer_ended(changes: dict[str, object], said: st
 def test_the_file_needs_nothing_from_outside() -> None:
     html = explained(TIDES).to_html("Why?")
     assert html.startswith("<!doctype html>")
-    shown = Page(html)
-    assert {tag for tag, _, _ in shown.elements} & {"script", "link", "img", "iframe", "object"} == set()
+    output = Page(html)
+    assert {tag for tag, _, _ in output.elements} & {"script", "link", "img", "iframe", "object"} == set()
     assert not re.search(r"@import|url\(|https?:", html)
-    assert not shown.attributes("src")
-    assert not shown.attributes("href")
-    assert shown.texts("title")[0] == "Why? · SpecFuse report"
+    assert not output.attributes("src")
+    assert not output.attributes("href")
+    assert output.texts("title")[0] == "Why? · SpecFuse report"
     assert "default-src 'none'" in html, "nor may anything from outside be loaded"
 
 
@@ -359,25 +359,25 @@ def test_the_types_need_no_template_engine_before_a_report() -> None:
 def test_differences_are_listed_with_each_members_words() -> None:
     weights = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
     drafts = {"beta": "In 1968 <b>Buzz</b> went…", "gamma": "In 1969 <b>Neil</b> ran…"}
-    shown = page(differing([("In 1969 <b>Neil</b> went", drafts)], weights, over=True))
-    [section] = shown.texts("differences")
+    output = page(differing([("In 1969 <b>Neil</b> went", drafts)], weights, over=True))
+    [section] = output.texts("differences")
     assert words(section) == (
         "In the answer Instead Agree Round "
         "In 1969 <b>Neil</b> went 2 beta “1968” weight 0.300, score 0.250 0.700 1 "
         "In 1969 <b>Neil</b> went 2 beta “Buzz” weight 0.300, score 0.250 0.700 1 "
         "In 1969 <b>Neil</b> went 3 gamma “ran” and the end weight 0.200, score 0.250 0.800 1"
     )
-    assert shown.texts("mark") == ["1969", "Neil", "went"]
-    assert shown.texts("number") == ["1969"]
+    assert output.texts("mark") == ["1969", "Neil", "went"]
+    assert output.texts("number") == ["1969"]
     assert page(explained([("alpha", " one")], ("alpha",))).texts("differences") == []
 
 
 def test_differences_beyond_the_first_are_folded_away_and_the_least_left_out() -> None:
     rounds = [(f" same w{n}", {"beta": f" same x{n}"}) for n in range(MOST + 3)]
-    shown = page(differing(rounds, {"alpha": 0.75, "beta": 0.25}))
-    assert [text.count("beta") for text in shown.texts("differences")] == [SHOWN, MOST - SHOWN]
-    assert f"{MOST - SHOWN} more" in words(shown.texts("details")[0])
-    assert "3 less important ones are left out." in words(shown.texts("details")[0])
+    output = page(differing(rounds, {"alpha": 0.75, "beta": 0.25}))
+    assert [text.count("beta") for text in output.texts("differences")] == [SHOWN, MOST - SHOWN]
+    assert f"{MOST - SHOWN} more" in words(output.texts("details")[0])
+    assert "3 less important ones are left out." in words(output.texts("details")[0])
 
 
 def test_fields_are_listed_with_their_alternatives() -> None:

@@ -34,8 +34,8 @@ LINEAR = torch.where(COLOURS <= 0.04045, COLOURS / 12.92, ((COLOURS + 0.055) / 1
 @pytest.mark.parametrize("sight", SIGHT)
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_member_colours_differ_in_every_kind_of_colour_vision(theme: int, sight: str) -> None:
-    seen = (LINEAR[:, theme] @ torch.tensor(SIGHT[sight]).float().T).clamp(0, 1)
-    lab = (seen @ torch.tensor(TO_LMS).T) ** (1 / 3) @ torch.tensor(TO_OKLAB).T
+    recorded = (LINEAR[:, theme] @ torch.tensor(SIGHT[sight]).float().T).clamp(0, 1)
+    lab = (recorded @ torch.tensor(TO_LMS).T) ** (1 / 3) @ torch.tensor(TO_OKLAB).T
     assert len(lab) == 6
     assert torch.pdist(lab).min() > 0.11  # 0.02 is just noticeable
 

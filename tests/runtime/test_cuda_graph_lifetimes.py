@@ -322,14 +322,14 @@ def test_greedy_choices_read_from_the_device_once_a_forward_pass(
     pick = Sampler.pick
     monkeypatch.setattr(Sampler, "pick", lambda self, *args: picks.append(1) or pick(self, *args))  # type: ignore[func-returns-value]
     with EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine:
-        found = [answer_of(result) for result in engine.generate_batch(questions, params)]
-        asked = len(picks)
+        results = [answer_of(result) for result in engine.generate_batch(questions, params)]
+        request = len(picks)
         picks.clear()
         for each in local_members(engine):
             each.runner.reports_argmax = True
-        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected
-    assert asked > 150
-    assert len(picks) < 0.15 * asked, "only where the most probable token is forbidden, or a draft is reused"
+        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == results == expected
+    assert request > 150
+    assert len(picks) < 0.15 * request, "only where the most probable token is forbidden, or a draft is reused"
 
 
 def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Captured steps, without a GPU: the stand-in for CUDA graphs raises the errors of a real driver."""
+"""Captured steps without a GPU: a replacement for CUDA graphs raises the errors of a real driver."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def captured(driver: Driver, tiny_engine: EnsembleEngine) -> Iterator[EnsembleEn
 def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
     driver: Driver, tiny_engine: EnsembleEngine
 ) -> None:
-    asked = requests(12)
-    questions, each = [question for question, _ in asked], [params for _, params in asked]
-    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in asked]
+    prompts = requests(12)
+    questions, each = [question for question, _ in prompts], [params for _, params in prompts]
+    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in prompts]
     with EnsembleEngine(replace(tiny_engine.config, execution="paged", reuse_prefixes=False)) as engine:
         engine.load()
         counts = [member.runner.static.graphs.count for member in local_members(engine)]
@@ -45,7 +45,7 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
         assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
         assert {report.graphs for report in engine.describe()} == {"captured"}
         after = [member.runner.static.graphs.count for member in local_members(engine)]
-        assert all(count <= 9 + 4 for count in after), "larger steps and those of prompts, each once"
+        assert all(count <= 9 + 4 for count in after), "larger steps and prompts, each size once"
         for length in (3, 17, 90, 33):
             engine.generate("moon " * length, SamplingParams(max_tokens=9))
         assert [member.runner.static.graphs.count for member in local_members(engine)] == after
@@ -58,9 +58,9 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
 def test_many_captured_answers_equal_those_of_the_dynamic_execution(
     driver: Driver, captured: EnsembleEngine, tiny_engine: EnsembleEngine
 ) -> None:
-    asked = requests(12)
-    questions, each = [question for question, _ in asked], [params for _, params in asked]
-    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in asked]
+    prompts = requests(12)
+    questions, each = [question for question, _ in prompts], [params for _, params in prompts]
+    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in prompts]
     for _ in range(2):
         assert [answer_of(result) for result in captured.generate_batch(questions, each)] == expected
     assert {report.graphs for report in captured.describe()} == {"captured"}
@@ -73,20 +73,20 @@ def test_members_of_one_lane_work_in_separate_streams(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward passes, drafts, and the memory of their rows."""
-    asked = requests(4)
-    questions, each = [question for question, _ in asked], [params for _, params in asked]
+    prompts = requests(4)
+    questions, each = [question for question, _ in prompts], [params for _, params in prompts]
     expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, each)]
 
     def made(self: ModelStream, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    seen: dict[int, set[Stream]] = {}
+    recorded: dict[int, set[Stream]] = {}
 
     def noted(cls: Any, name: str, pool_of: Any) -> None:
         own = getattr(cls, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.setdefault(id(pool_of(self)), set()).add(driver.stream)
+            recorded.setdefault(id(pool_of(self)), set()).add(driver.stream)
             return own(self, *args, **kwargs)
 
         monkeypatch.setattr(cls, name, call)
@@ -102,8 +102,8 @@ def test_members_of_one_lane_work_in_separate_streams(
         runners = [member.runner for member in local_members(engine)]
         assert len(runners) == 2
         for runner in runners:
-            assert seen.pop(id(runner.pool)) == {runner.stream._stream}
-        assert not seen
+            assert recorded.pop(id(runner.pool)) == {runner.stream._stream}
+        assert not recorded
         assert runners[0].stream._stream is not runners[1].stream._stream
     assert not driver.freed
 
@@ -189,8 +189,8 @@ def test_a_kernel_on_another_stream_is_detected(driver: Driver, runner: ModelRun
 
     def elsewhere(module: object, inputs: object, found: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(aside):
-            kept = buffers.setdefault(found.shape, torch.empty_like(found))
-            return torch.mul(found, 2, out=kept)
+            retained = buffers.setdefault(found.shape, torch.empty_like(found))
+            return torch.mul(found, 2, out=retained)
 
     hook = layer.register_forward_hook(elsewhere)
     try:
@@ -212,15 +212,15 @@ def test_few_shapes_are_captured_and_none_is_lost_when_answers_come_and_go(
     capture = Graphs.capture
 
     def counted(graphs: Graphs, step: Any, *args: Any) -> Any:
-        found = capture(graphs, step, *args)
-        captures[held_by(step, StaticRunner), shape_of(step)] += found is not None
-        return found
+        result = capture(graphs, step, *args)
+        captures[held_by(step, StaticRunner), shape_of(step)] += result is not None
+        return result
 
     monkeypatch.setattr(Graphs, "capture", counted)
     with EnsembleEngine(replace(tiny_engine.config, execution="static", reuse_prefixes=False)) as engine:
-        asked = [(f"{n} " + "moon tide " * (n % 9), SamplingParams(max_tokens=10 + 11 * (n % 7))) for n in range(32)]
+        prompts = [(f"{n} " + "moon tide " * (n % 9), SamplingParams(max_tokens=10 + 11 * (n % 7))) for n in range(32)]
         capacities = seen_capacities(engine)
-        engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
+        engine.generate_batch([question for question, _ in prompts], [params for _, params in prompts])
         reports = {report.graphs for report in engine.describe()}
         most = 12 * sum(map(len, capacities.values()))
     assert reports == {"captured"}
@@ -242,9 +242,9 @@ def shape_of(step: Any) -> object:
 
 def seen_capacities(engine: EnsembleEngine) -> dict[str, set[int]]:
     """The capacities of every row that a member gives from now on."""
-    found: dict[str, set[int]] = {}
+    results: dict[str, set[int]] = {}
     for member in local_members(engine):
-        seen, row = found.setdefault(member.name, set()), member.runner.pool.row
+        seen, row = results.setdefault(member.name, set()), member.runner.pool.row
 
         def given(slots: int, seen: set[int] = seen, row: Any = row) -> Any:
             made = row(slots)
@@ -252,4 +252,4 @@ def seen_capacities(engine: EnsembleEngine) -> dict[str, set[int]]:
             return made
 
         member.runner.pool.row = given  # type: ignore[method-assign]
-    return found
+    return results

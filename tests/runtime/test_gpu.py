@@ -81,11 +81,11 @@ def test_the_demo_members_equal_the_naive_round(text: str) -> None:
 
 @needs_cuda(2, "caches of twenty answers of tiny models, whose steps can be captured")
 def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: EnsembleEngine) -> None:
-    asked = requests(20)
-    questions, each = [question for question, _ in asked], [params for _, params in asked]
+    prompts = requests(20)
+    questions, each = [question for question, _ in prompts], [params for _, params in prompts]
     assert {report.graphs for report in engine.describe()} == {"captured"}
     with EnsembleEngine(with_settings(engine.config, execution="dynamic")) as plain:
-        expected = [answer_of(plain.generate(question, params)) for question, params in asked]
+        expected = [answer_of(plain.generate(question, params)) for question, params in prompts]
     for _ in range(2):
         assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
 
@@ -95,9 +95,9 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
     for n, sequence in enumerate(sequences):
         sequence.prefill(list(range(20, 60 + 50 * n)))
     drafts = [DraftRequest(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
+    result = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     ids, logprobs = [], []
-    for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):
+    for sequence, draft, chosen in zip(sequences, drafts, result, strict=True):
         assert isinstance(chosen, ChosenTokens)
         own, _ = sequence.drafted(draft, chosen, ())
         sequence.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])

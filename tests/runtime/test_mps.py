@@ -187,11 +187,11 @@ class OperationRecorder(TorchDispatchMode):
         self.wide: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.names.add(func.name().removeprefix("aten::"))
-        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves((args, kwargs, found))):
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves((args, kwargs, result))):
             self.wide.add(func.name())
-        return found
+        return result
 
 
 def kernels_of_mps() -> set[str]:
@@ -241,9 +241,9 @@ def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkey
         inside += 1
         most = max(most, inside)
         time.sleep(0.002)
-        found = call(self, *args, **kwargs)
+        result = call(self, *args, **kwargs)
         inside -= 1
-        return found
+        return result
 
     monkeypatch.setattr(ModelForward, "__call__", counted)
 
@@ -264,16 +264,16 @@ def test_an_engine_waits_for_the_holder_of_the_lock(folder: Path, monkeypatch: p
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
         engine.load()
-        found: list[str] = []
+        results: list[str] = []
         thread = threading.Thread(
-            target=lambda: found.append(engine.generate("Where?", SamplingParams(max_tokens=3)).text)
+            target=lambda: results.append(engine.generate("Where?", SamplingParams(max_tokens=3)).text)
         )
         with mps_lock:
             thread.start()
             thread.join(0.5)
             assert thread.is_alive()
         thread.join(60)
-        assert len(found) == 1
+        assert len(results) == 1
 
 
 def test_other_devices_wait_for_no_lock(folder: Path) -> None:
@@ -292,10 +292,10 @@ def test_numbers_are_converted_by_one_thread_on_the_way_to_mps(
     monkeypatch.delenv(pretrained._ONE_THREAD_ENV, raising=False)
     if before is not None:
         monkeypatch.setenv(pretrained._ONE_THREAD_ENV, before)
-    seen: list[str | None] = []
+    recorded: list[str | None] = []
 
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        seen.append(os.environ.get(pretrained._ONE_THREAD_ENV))
+        recorded.append(os.environ.get(pretrained._ONE_THREAD_ENV))
         raise RuntimeError("stop here")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
@@ -304,6 +304,6 @@ def test_numbers_are_converted_by_one_thread_on_the_way_to_mps(
         place = Assignment("tiny", "float32", None, MemoryNeed(1, 0, 0), {"": device}, {device: 1}, {device: 1.0})
         with pytest.raises(MemberLoadError, match="stop here"):
             LocalMember(MemberConfig(str(folder)), place=place)
-    assert seen == ["1", "1", before]
+    assert recorded == ["1", "1", before]
     assert os.environ.get(pretrained._ONE_THREAD_ENV) == before
     assert [r.message for r in caplog.records if "MPS is untested" in r.message] == [caplog.records[0].message]

@@ -23,7 +23,7 @@ INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get(
 
 
 def layout(groups: int) -> Layout:
-    """A draft behind 37 slots, a token tree behind 21, a prompt of 9 tokens, and padding."""
+    """A draft after 37 slots, a token tree after 21 slots, a prompt of 9 tokens, and padding."""
     generator = torch.Generator().manual_seed(1)
     pages = (torch.randperm(63, generator=generator) + 1)[:24].view(3, 8).int()
     tokens, tail, positions = [(0, 38, 37)], [[0] * WIDTH], torch.zeros(3, WIDTH, dtype=torch.int32)
@@ -64,7 +64,7 @@ def queries(heads: int, size: int, tokens: int) -> torch.Tensor:
 def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() -> None:
     at, (keys, values) = layout(4), arena(2, 64, 64)
     query = queries(8, 64, len(at.tokens))
-    found = paged_attention(query, keys, values, at, Sight(0.125))
+    result = paged_attention(query, keys, values, at, Sight(0.125))
     for first, count, answer in ((0, 1, 0), (1, 6, 1), (7, 9, 2)):
         total = int(at.answers[answer, 1])
         slots = [int(at.pages[answer, n // PAGE]) * PAGE + n % PAGE for n in range(total)]
@@ -75,8 +75,8 @@ def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() 
             attn_mask=seen(at, Sight(0.125), first, count),
             enable_gqa=True,
         )[0].transpose(0, 1)
-        torch.testing.assert_close(found[first : first + count], expected)
-    assert not found[16:].any(), "padding gives nothing"
+        torch.testing.assert_close(result[first : first + count], expected)
+    assert not result[16:].any(), "padding gives nothing"
 
 
 def test_a_token_of_a_tree_sees_the_text_before_it_and_its_own_line() -> None:

@@ -1,4 +1,4 @@
-"""Pages of a cache: shared prefixes, copies before writing, and what happens where none is left."""
+"""Pages of a cache: shared prefixes, copies before writing, and a full arena."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_page_that_two_answers_hold_is_copied_before_one_of_them_writes() -> N
     assert content(first) == list(range(1, 33))
     second.used = 4
     second.reserve(20)
-    assert set(second.pages).isdisjoint(first.pages), "what comes next is written to pages of its own"
+    assert set(second.pages).isdisjoint(first.pages), "the next tokens are written to new pages"
 
 
 def test_without_a_free_page_what_only_saves_time_goes_first_and_then_memory_is_out() -> None:

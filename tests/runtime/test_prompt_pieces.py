@@ -49,9 +49,9 @@ def test_pieces_without_a_mask_equal_the_plain_forward_pass(
 
 
 def test_a_gpu_plans_no_attention_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", said.append)
+    texts: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", texts.append)
     choose_kernels(torch.device("cpu"))
-    assert not said
+    assert not texts
     choose_kernels(torch.device("cuda", 1))
-    assert said == [False]
+    assert texts == [False]

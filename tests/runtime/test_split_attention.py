@@ -42,11 +42,11 @@ def test_pieces_equal_the_whole(
     visible = torch.rand(answers, queries, slots) < 0.1
     visible[:, :, 300:], visible[:, :, 0] = False, True
     mask = additive(visible, dtype)[:, None]
-    found, _ = attention.grouped_kernel(torch.nn.Module(), query, key, value, mask, 0.3)
+    result, _ = attention.grouped_kernel(torch.nn.Module(), query, key, value, mask, 0.3)
     keys, values = (t.repeat_interleave(groups, 1).float() for t in (key, value))
     expected = scaled_dot_product_attention(query.float(), keys, values, visible[:, None], scale=0.3)
     assert taken == [pieces]
-    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0, atol=DTYPES[dtype])
+    torch.testing.assert_close(result.float(), expected.transpose(1, 2), rtol=0, atol=DTYPES[dtype])
 
 
 @pytest.mark.parametrize(

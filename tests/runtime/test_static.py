@@ -89,18 +89,18 @@ def one_by_one(sequence: SequenceState, sampler: Sampler, count: int) -> list[in
 
 def drafted_by(sequences: list[SequenceState], drafts: list[DraftRequest]) -> list[ChosenTokens]:
     """Runs drafts together."""
-    asked = [ForwardRequest(sequence, draft=draft) for sequence, draft in zip(sequences, drafts, strict=True)]
-    return [chosen for chosen in feed_together(asked) if isinstance(chosen, ChosenTokens)]
+    questions = [ForwardRequest(sequence, draft=draft) for sequence, draft in zip(sequences, drafts, strict=True)]
+    return [chosen for chosen in feed_together(questions) if isinstance(chosen, ChosenTokens)]
 
 
 def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
-    found = []
+    results = []
     for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         runner: Any = sequence.runner
         sampler = Sampler(RULES[n % len(RULES)], n, "tiny", runner.device)
         sampler.start(3)
-        found.append(DraftRequest(Branch(0, ()), count, sampler))
-    return found
+        results.append(DraftRequest(Branch(0, ()), count, sampler))
+    return results
 
 
 @torch.inference_mode()
@@ -109,9 +109,9 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
     counts = [6, 9, 9, 1, 4, 9]
     sequences = [opened(runner, prompt) for prompt in prompts(member)]
     drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
-    found = drafted_by(sequences, drafts)
+    result = drafted_by(sequences, drafts)
     plain = ModelRunner(runner.model, runner.plan)
-    for sequence, draft, chosen, prompt in zip(sequences, drafts, found, prompts(member), strict=True):
+    for sequence, draft, chosen, prompt in zip(sequences, drafts, result, prompts(member), strict=True):
         ids, ended = sequence.drafted(draft, chosen, ())
         reference = opened(plain, prompt)
         assert ids == one_by_one(reference, samplers[sequences.index(sequence)], draft.count)
@@ -172,8 +172,8 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     for _ in range(3):
         sequences = [opened(runner, prompt) for _ in range(len(texts) + 1)]
         drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in sequences]
-        found = zip(sequences, drafts, drafted_by(sequences, drafts), strict=True)
-        texts.append([sequence.drafted(draft, chosen, ())[0] for sequence, draft, chosen in found])
+        result = zip(sequences, drafts, drafted_by(sequences, drafts), strict=True)
+        texts.append([sequence.drafted(draft, chosen, ())[0] for sequence, draft, chosen in result])
         for sequence in sequences:
             sequence.release()
         assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
@@ -209,13 +209,15 @@ def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> N
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, speculation: str) -> None:
-    asked, found = requests(12), []
+    questions, results = requests(12), []
     for execution in ("dynamic", "static", "paged"):
         with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
-            found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
-    for others in found[1:]:
-        assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in others]
-        for one, other in zip(found[0], others, strict=True):
+            results.append(
+                engine.generate_batch([question for question, _ in questions], [params for _, params in questions])
+            )
+    for others in results[1:]:
+        assert [answer_of(result) for result in results[0]] == [answer_of(result) for result in others]
+        for one, other in zip(results[0], others, strict=True):
             if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
                 assert one.usage == other.usage
 
@@ -236,9 +238,9 @@ def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) 
 
 
 def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEngine) -> None:
-    asked = [(f"Tell me about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
+    questions = [(f"Tell me about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
     with EnsembleEngine(replace(static_engine.config, reuse_prefixes=False)) as engine:
-        expected = [engine.generate(*each).text for each in asked]
+        expected = [engine.generate(*each).text for each in questions]
         static = local_members(engine)[0].runner.static
         assert static is not None
         plain, refused = static.draft, []
@@ -250,8 +252,8 @@ def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEn
             return plain(drafts)
 
         static.draft = draft  # type: ignore[method-assign]
-        found = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
-    assert [result.text for result in found] == expected
+        results = engine.generate_batch([question for question, _ in questions], [params for _, params in questions])
+    assert [result.text for result in results] == expected
     assert refused
 
 

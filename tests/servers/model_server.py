@@ -79,7 +79,7 @@ class Ways:
     """Gives what the token endpoint sends instead of its answer."""
 
     def bodies(self, path: str = "/v1/completions") -> list[dict[str, Any]]:
-        return [body for asked, body in self.asked if asked == path]
+        return [body for request, body in self.asked if request == path]
 
 
 class ModelServer:
@@ -139,8 +139,8 @@ class ModelServer:
         if generates and self.ways.status != 200:
             return JSONResponse({"error": {"message": "out of order"}}, self.ways.status)
         with self._lock, torch.inference_mode():
-            found: Response = answer(body)
-        return found
+            result: Response = answer(body)
+        return result
 
     # ── vLLM ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,8 +169,8 @@ class ModelServer:
         if named is not None:
             self.check(len(named) <= MOST_IDS, f"Requested logprob_token_ids of length {len(named)}")
             self.check(body.get("logprobs") is not None, "when using `logprob_token_ids`, `logprobs` must be set.")
-        for asked in (named, body.get("allowed_token_ids"), map(int, body.get("logit_bias") or {})):
-            self.check(all(0 <= token < self.size for token in asked or ()), "out-of-vocab token ids")
+        for request in (named, body.get("allowed_token_ids"), map(int, body.get("logit_bias") or {})):
+            self.check(all(0 <= token < self.size for token in request or ()), "out-of-vocab token ids")
         choices = [self._choice(n, prompt, body, named) for n, prompt in enumerate(prompts)]
         if self.ways.lie is not None:
             return Response(json.dumps({"choices": self.ways.lie(choices)}), media_type="application/json")
@@ -208,8 +208,8 @@ class ModelServer:
 
     def _ranked(self, scores: torch.Tensor, own: int, count: int) -> dict[str, Any]:
         """The prompt's own token, and `count` of the most probable."""
-        asked = dict.fromkeys([own, *scores.topk(count).indices.tolist()])
-        ranks = {token: int((scores > scores[token]).sum()) + 1 for token in asked}
+        options = dict.fromkeys([own, *scores.topk(count).indices.tolist()])
+        ranks = {token: int((scores > scores[token]).sum()) + 1 for token in options}
         return {str(token): {"logprob": float(scores[token]), "rank": rank} for token, rank in ranks.items()}
 
     def _reported(

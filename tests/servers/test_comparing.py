@@ -24,14 +24,14 @@ def test_members_on_a_server_and_here_are_compared_as_if_both_were_here(
     run = tmp_path / "run.jsonl"
     with model_server(folders["chat"], Ways(key=KEY)) as (url, _):
         served = MemberConfig(str(folders["chat"]), name="chat", server=url, api_key_env="KEY_OF_TESTS")
-        found = compare([served, here[1]], QUESTIONS, run=run, timed=1, max_tokens=12)
+        result = compare([served, here[1]], QUESTIONS, run=run, timed=1, max_tokens=12)
     local = compare(here, QUESTIONS, timed=1, max_tokens=12)
     for name in ("chat", "base", ENSEMBLE):
-        assert [a.text for a in found.answers[name].values()] == [a.text for a in local.answers[name].values()]
-    assert found.weights["base"] > 0
-    assert found.weights["chat"] == found.weights[ENSEMBLE] == 0, "the server does not report it"
+        assert [a.text for a in result.answers[name].values()] == [a.text for a in local.answers[name].values()]
+    assert result.weights["base"] > 0
+    assert result.weights["chat"] == result.weights[ENSEMBLE] == 0, "the server does not report it"
     assert KEY not in run.read_text("utf-8")
-    assert KEY not in found.to_html()
+    assert KEY not in result.to_html()
     gone = replace(served, server="http://127.0.0.1:9/v1", server_timeout=1.0)
     with pytest.raises(ServerUnreachableError):
         compare([gone, here[1]], QUESTIONS, run=run, timed=0, max_tokens=12)

@@ -146,10 +146,10 @@ def test_the_command_takes_a_member_with_the_address_of_its_server(
     [report] = json.loads(capsys.readouterr().out)["members"]
     assert (report["device"], report["verification"]) == (member.server, "prefixes")
     assert main(["doctor", "--member", f"{member.model}@{member.server}"]) == 0
-    shown = capsys.readouterr().out
-    assert "backend vLLM 0.0-tests" in (reported := " ".join(shown.split()))
+    output = capsys.readouterr().out
+    assert "backend vLLM 0.0-tests" in (reported := " ".join(output.split()))
     assert "the server's, prefix cache on in blocks of 16" in reported
-    assert KEY not in shown
+    assert KEY not in output
 
 
 def test_a_context_is_the_servers_or_shorter(chat_ways: tuple[MemberConfig, Ways]) -> None:
@@ -181,12 +181,17 @@ def test_a_key_goes_to_its_server_and_nowhere_else(
         ways.status = 500
         failed = engine.generate_batch([QUESTIONS[0]], return_exceptions=True)
         lane = engine._assembly.lanes[0]
-        seen = [repr(member), repr(engine), repr(lane.served), repr(vars(lane.served["chat"]))]  # type: ignore[attr-defined]
+        recorded = [repr(member), repr(engine), repr(lane.served), repr(vars(lane.served["chat"]))]  # type: ignore[attr-defined]
     assert ways.keys == {f"Bearer {KEY}"}
     config = EnsembleConfig([member])
-    seen += [str(plain_config(config)), str(ledger(result)), str(result), pickle.dumps(config).decode("latin1")]
-    seen += [str(failed), str(getattr(failed[0], "__notes__", "")), pickle.dumps(failed).decode("latin1"), caplog.text]
-    assert not [text for text in seen if KEY in text]
+    recorded += [str(plain_config(config)), str(ledger(result)), str(result), pickle.dumps(config).decode("latin1")]
+    recorded += [
+        str(failed),
+        str(getattr(failed[0], "__notes__", "")),
+        pickle.dumps(failed).decode("latin1"),
+        caplog.text,
+    ]
+    assert not [text for text in recorded if KEY in text]
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_alone_it_decodes_as_it_does_here(
 ) -> None:
     for question in QUESTIONS:
         with EnsembleEngine(served(tiny_engine, chat_server[0], "chat")) as engine:
-            found = engine.generate(question, WIDE, members=["chat"])
-        assert_same(found, tiny_engine.generate(question, WIDE, members=["chat"]))
+            result = engine.generate(question, WIDE, members=["chat"])
+        assert_same(result, tiny_engine.generate(question, WIDE, members=["chat"]))
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_eight_answers_at_once_are_those_of_one_after_another(
 ) -> None:
     questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
     expected = [tiny_engine.generate(question, WIDE) for question in questions]
-    for found, one in zip(mixed[0].generate_batch(questions, WIDE), expected, strict=True):
-        assert_same(found, one)
+    for result, one in zip(mixed[0].generate_batch(questions, WIDE), expected, strict=True):
+        assert_same(result, one)
 
 
 def test_a_seed_gives_the_same_answer_again(mixed: tuple[EnsembleEngine, Ways]) -> None:
@@ -142,11 +142,11 @@ def test_a_long_judgement_is_split_where_the_server_takes_no_more_tokens(
     words = "Say much of all."
     engine, ways = mixed
     ways.asked.clear()
-    [found, expected] = [each.generate(words, params) for each in (engine, tiny_engine)]
-    assert_same(found, expected)
+    [result, expected] = [each.generate(words, params) for each in (engine, tiny_engine)]
+    assert_same(result, expected)
     sizes = [len(body["logprob_token_ids"]) for body in ways.bodies() if "logprob_token_ids" in body]
     assert max(sizes) <= MOST_IDS
-    assert len(set(engine.tokenize(found.text))) > MOST_IDS, "the answer has too few tokens to show it"
+    assert len(set(engine.tokenize(result.text))) > MOST_IDS, "the answer has too few tokens to show it"
 
 
 def test_tokens_without_text_do_not_come(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
@@ -209,7 +209,7 @@ def test_a_slow_server_is_given_up_after_its_timeout(
     url, ways = chat_server
     with EnsembleEngine(served(tiny_engine, url, "chat", server_timeout=5.0)) as engine:
         events = engine.load().stream(QUESTIONS[0], SamplingParams(max_tokens=60))
-        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        output = next(event for event in events if isinstance(event, SegmentEvent))
         ways.delay = 30.0
         try:
             rest = list(events)
@@ -219,7 +219,7 @@ def test_a_slow_server_is_given_up_after_its_timeout(
         assert "did not answer within 5 s" in warning.message
         last = rest[-1]
         assert isinstance(last, FinishEvent)
-        assert last.result.text.startswith(shown.text)
+        assert last.result.text.startswith(output.text)
         assert not engine.generate(QUESTIONS[0], WIDE).warnings, "the member is back"
 
 
@@ -272,7 +272,7 @@ def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_bring
     with in_a_process(folders["chat"], port) as process:
         engine = EnsembleEngine(served(tiny_engine, url, "chat"))
         events = engine.stream(QUESTIONS[0], SamplingParams(max_tokens=200))
-        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        output = next(event for event in events if isinstance(event, SegmentEvent))
         process.kill()
         rest = list(events)
     with engine:
@@ -281,7 +281,7 @@ def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_bring
         assert f"no server answers at {url}" in warning.message
         last = rest[-1]
         assert isinstance(last, FinishEvent)
-        assert last.result.text.startswith(shown.text)
+        assert last.result.text.startswith(output.text)
         assert last.result.rounds[-1].active == ("base",)
         without = engine.generate(QUESTIONS[0], WIDE)
         assert [fault.member for fault in without.warnings] == ["chat"]

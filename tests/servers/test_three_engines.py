@@ -79,11 +79,11 @@ async def test_a_chain_of_langchain_streams_the_answer_of_all_three(engine: Ense
     store.add_documents([Passage(fact) for fact in FACTS])
     prompt = ChatPromptTemplate.from_template("{context}\n\nAnswer briefly from this text: {question}")
     llm = ChatSpecFuse(engine=engine, max_tokens=24, ledger="full")
-    found = {"context": store.as_retriever(search_kwargs={"k": 2}), "question": RunnablePassthrough()}
-    pieces = [piece async for piece in (found | prompt | llm | StrOutputParser()).astream(QUESTION)]
+    results = {"context": store.as_retriever(search_kwargs={"k": 2}), "question": RunnablePassthrough()}
+    pieces = [piece async for piece in (results | prompt | llm | StrOutputParser()).astream(QUESTION)]
     assert len(pieces) > 1
     assert "seven" in "".join(pieces)
-    message = (found | prompt | llm).invoke(QUESTION)
+    message = (results | prompt | llm).invoke(QUESTION)
     assert message.text == "".join(pieces)
     assert_all_three(message.response_metadata["specfuse"])
 

@@ -37,8 +37,8 @@ def chat(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tupl
 
 def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The requests to the endpoint."""
-    asked = [body["sampling_params"] for body in ways.bodies(PATH)]
-    return [p for p in asked if "prompt_logprobs" not in p], [p for p in asked if "prompt_logprobs" in p]
+    requests = [body["sampling_params"] for body in ways.bodies(PATH)]
+    return [p for p in requests if "prompt_logprobs" not in p], [p for p in requests if "prompt_logprobs" in p]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_alone_and_eight_at_once_it_answers_as_it_does_here(
 ) -> None:
     questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
     expected = [tiny_engine.generate(question, WIDE) for question in questions]
-    for found, one in zip(chat[0].generate_batch(questions, WIDE), expected, strict=True):
-        assert_same(found, one)
-    found = chat[0].generate(QUESTIONS[0], WIDE, members=["chat"])
-    assert_same(found, tiny_engine.generate(QUESTIONS[0], WIDE, members=["chat"]))
+    for result, one in zip(chat[0].generate_batch(questions, WIDE), expected, strict=True):
+        assert_same(result, one)
+    result = chat[0].generate(QUESTIONS[0], WIDE, members=["chat"])
+    assert_same(result, tiny_engine.generate(QUESTIONS[0], WIDE, members=["chat"]))
 
 
 def test_a_seed_gives_the_same_answer_again(chat: tuple[EnsembleEngine, Ways]) -> None:
@@ -124,8 +124,8 @@ def test_no_place_is_requested_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
     engine, ways = chat
     ways.asked.clear()
     engine.generate(QUESTIONS[0], SamplingParams(max_tokens=40))
-    asked = [json.dumps(body) for body in ways.bodies(PATH)]
-    assert len(asked) == len(set(asked))
+    requests = [json.dumps(body) for body in ways.bodies(PATH)]
+    assert len(requests) == len(set(requests))
 
 
 def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
@@ -206,9 +206,9 @@ def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
         bound = [draft["structured_outputs"]["grammar"] for draft in drafts if "structured_outputs" in draft]
         assert any(re.search(expression, grammar) for grammar in bound), "it was asked, and failed"
         assert any("allowed_token_ids" in draft for draft in drafts)
-    said = [record for record in caplog.records if "--structured-outputs-config.backend guidance" in record.message]
-    assert len(said) == 1, "it is said once"
-    assert said[0].levelname == "WARNING"
+    texts = [record for record in caplog.records if "--structured-outputs-config.backend guidance" in record.message]
+    assert len(texts) == 1, "it is said once"
+    assert texts[0].levelname == "WARNING"
 
 
 # ── rows that are missing, or were never written ─────────────────────────────────────────────────
@@ -368,7 +368,7 @@ def test_rows_of_other_tokens_are_not_believed(
     engine, ways = chat
     ways.lie_of_tokens = lie
     try:
-        found = engine.generate(QUESTIONS[0], WIDE)
+        result = engine.generate(QUESTIONS[0], WIDE)
     finally:
         ways.lie_of_tokens = None
-    assert_same(found, tiny_engine.generate(QUESTIONS[0], WIDE))
+    assert_same(result, tiny_engine.generate(QUESTIONS[0], WIDE))

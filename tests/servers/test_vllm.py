@@ -106,14 +106,14 @@ def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
     assert served.mixed.describe()[0].verification == served.way
     rounds, candidates, worst = 0, 0, 0.0
     for question in QUESTIONS:
-        expected, found = served.local.generate(question, params), served.mixed.generate(question, params)
-        assert found.warnings == ()
-        assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
-        pairs = zip(found.logprobs or (), expected.logprobs or (), strict=True)
+        expected, result = served.local.generate(question, params), served.mixed.generate(question, params)
+        assert result.warnings == ()
+        assert (result.text, drafts(result)) == (expected.text, drafts(expected)), question
+        pairs = zip(result.logprobs or (), expected.logprobs or (), strict=True)
         both: list[Any] = [each for a, b in pairs for each in zip((a, *a.top), (b, *b.top), strict=True)]
         worst = max([worst, *(abs(a.logprob - b.logprob) for a, b in both)])
-        rounds += len(found.rounds)
-        candidates += sum(len(record.candidates) for record in found.rounds if record.verified)
+        rounds += len(result.rounds)
+        candidates += sum(len(record.candidates) for record in result.rounds if record.verified)
     assert worst <= 1e-3
     scoring = 3 * len(QUESTIONS)  # the prompt, the answer, and the most probable tokens in its places
     requests = served.mixed.metrics().forwards["smollm2-135m"] - before - len(QUESTIONS) - scoring
@@ -133,8 +133,8 @@ def test_tools_structures_stop_strings_and_seeds_are_those_of_here(served: Serve
     ]
     for question, params, options in cases:
         expected = served.local.generate(question, params, **options)
-        found = served.mixed.generate(question, params, **options)
-        assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
+        result = served.mixed.generate(question, params, **options)
+        assert (result.text, drafts(result)) == (expected.text, drafts(expected)), question
     sampled = SamplingParams(max_tokens=16, temperature=0.9, seed=3)
     assert served.mixed.generate("A tale?", sampled).text == served.mixed.generate("A tale?", sampled).text
 
@@ -144,17 +144,17 @@ def test_a_draft_under_a_schema_is_few_requests(served: Served) -> None:
         pytest.skip("without the token endpoint it is one a token")
     with EnsembleEngine([served.there]) as engine:
         before = engine.load().metrics().forwards["smollm2-135m"]
-        found = engine.generate("A ship, as JSON.", SamplingParams(max_tokens=48, grammar=Grammar.json_schema(SHIP)))
+        result = engine.generate("A ship, as JSON.", SamplingParams(max_tokens=48, grammar=Grammar.json_schema(SHIP)))
         requests = engine.metrics().forwards["smollm2-135m"] - before - 1
-    tokens = [record.candidates[0].tokens for record in found.rounds if record.candidates[0].tokens]
+    tokens = [record.candidates[0].tokens for record in result.rounds if record.candidates[0].tokens]
     assert 3 * requests <= 2 * sum(tokens)
 
 
 def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served) -> None:
     params = SamplingParams(max_tokens=16)
     expected = [served.local.generate(question, params).text for question in QUESTIONS[:8]]
-    found = served.mixed.generate_batch(QUESTIONS[:8], params)
-    assert [result.text for result in found] == expected
+    results = served.mixed.generate_batch(QUESTIONS[:8], params)
+    assert [result.text for result in results] == expected
     stream = served.mixed.stream("Tell me a long tale.", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]
@@ -193,13 +193,13 @@ def test_a_slow_server_then_a_killed_one_then_one_that_is_back(served: Served) -
         served.process.send_signal(signal.SIGCONT)
         assert "did not answer within 5 s" in next(e.message for e in rest if isinstance(e, WarningEvent))
     events = served.mixed.stream("Tell me a tale.", SamplingParams(max_tokens=60, ignore_eos=True))
-    shown = next(event for event in events if isinstance(event, SegmentEvent))
+    output = next(event for event in events if isinstance(event, SegmentEvent))
     vllm_server.stop(served.process)
     rest = list(events)
     assert [event.member for event in rest if isinstance(event, WarningEvent)] == ["smollm2-135m"]
     last = rest[-1]
     assert isinstance(last, FinishEvent)
-    assert last.result.text.startswith(shown.text)
+    assert last.result.text.startswith(output.text)
     params = SamplingParams(max_tokens=10)
     assert served.mixed.generate("Alone?", params).warnings
     served.process = served.start()

@@ -41,9 +41,9 @@ QUESTIONS = ("Why is the sky blue?", "What do bees make?", "List the colours of 
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed certificate of this machine, and its key."""
     folder = tmp_path_factory.mktemp("tls")
-    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    prompt = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem"))
-    subprocess.run(["openssl", *asked.split(), *files], check=True, capture_output=True)
+    subprocess.run(["openssl", *prompt.split(), *files], check=True, capture_output=True)
     return folder / "certificate.pem"
 
 
@@ -97,11 +97,14 @@ def test_three_servers_answer_like_the_same_three_here(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with EnsembleEngine(EnsembleConfig(there)) as servers:
-        for question, wanted in zip(QUESTIONS, expected, strict=True):
-            found = servers.generate(question, PARAMS)
-            assert found.warnings == ()
-            assert (found.text, [r.winner for r in found.rounds]) == (wanted.text, [r.winner for r in wanted.rounds])
-            assert all(found.usage.members[name].drafted for name in NAMES)
+        for question, required in zip(QUESTIONS, expected, strict=True):
+            result = servers.generate(question, PARAMS)
+            assert result.warnings == ()
+            assert (result.text, [r.winner for r in result.rounds]) == (
+                required.text,
+                [r.winner for r in required.rounds],
+            )
+            assert all(result.usage.members[name].drafted for name in NAMES)
 
 
 def test_an_untrusted_certificate_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ class TokenRoute:
         self._server.check(len(ids) + most <= self._ways.context, "this model's maximum context length")
         self._server.check(params.get("logprobs") == len(named), "logprobs must equal len(logprob_token_ids)")
         self._server.check(params["detokenize"] is False, "Error in token ids of rows")
-        for asked in (named, params.get("allowed_token_ids"), map(int, params.get("logit_bias") or {})):
-            self._server.check(all(0 <= t < self._server.size for t in asked or ()), "out-of-vocab token ids")
+        for request in (named, params.get("allowed_token_ids"), map(int, params.get("logit_bias") or {})):
+            self._server.check(all(0 <= t < self._server.size for t in request or ()), "out-of-vocab token ids")
         rows = self._rows(ids, params) if params.get("prompt_logprobs") is not None else None
         reported = {"prompt_logprobs": rows, "choices": [self._choice(ids, params, named)]}
         if self._ways.lie_of_tokens is not None:

@@ -148,10 +148,10 @@ class Wire:
             self.inbox.put(each)
 
     def recv(self) -> Any:
-        found = self.inbox.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = self.inbox.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def close(self) -> None:
         self.inbox.put(EOFError())

@@ -66,10 +66,10 @@ def wait_until_idle(engine: EnsembleEngine) -> None:
 
 
 def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEngine, either: EnsembleEngine) -> None:
-    asked = requests(20)
-    expected = [answer_of(engine.generate(question, params)) for question, params in asked]
+    prompts = requests(20)
+    expected = [answer_of(engine.generate(question, params)) for question, params in prompts]
     before = either.metrics().batch_size.total
-    together = either.generate_batch([question for question, _ in asked], [params for _, params in asked])
+    together = either.generate_batch([question for question, _ in prompts], [params for _, params in prompts])
     assert [answer_of(result) for result in together] == expected
     forwards = either.metrics().batch_size
     assert forwards.total > before
@@ -80,11 +80,11 @@ def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEn
 def test_joining_leaving_and_cancelling_change_no_answer(
     engine: EnsembleEngine, either: EnsembleEngine, seed: int
 ) -> None:
-    asked, chance = requests(20), random.Random(seed)
-    expected = [engine.generate(question, params).text for question, params in asked]
+    prompts, chance = requests(20), random.Random(seed)
+    expected = [engine.generate(question, params).text for question, params in prompts]
 
     async def ask(number: int) -> str | None:
-        question, params = asked[number]
+        question, params = prompts[number]
         await asyncio.sleep(chance.random() * 0.3)
         if number % 3 == 2:
             stream = either.astream(question, params)
@@ -100,46 +100,46 @@ def test_joining_leaving_and_cancelling_change_no_answer(
         answers = dict(zip(order, await asyncio.gather(*(ask(n) for n in order)), strict=True))
         return [answers[n] for n in range(20)]
 
-    found = asyncio.run(ask_all())
-    assert [text for text in found if text is not None] == [t for n, t in enumerate(expected) if n % 3 != 2]
+    result = asyncio.run(ask_all())
+    assert [text for text in result if text is not None] == [t for n, t in enumerate(expected) if n % 3 != 2]
 
 
 def test_threads_and_event_loops_mix(engine: EnsembleEngine) -> None:
-    asked = requests(8)
-    expected = [engine.generate(question, params).text for question, params in asked]
-    found: dict[int, str] = {}
+    prompts = requests(8)
+    expected = [engine.generate(question, params).text for question, params in prompts]
+    results: dict[int, str] = {}
 
     def in_thread(number: int) -> None:
         if number % 2:
-            found[number] = asyncio.run(engine.agenerate(*asked[number])).text
+            results[number] = asyncio.run(engine.agenerate(*prompts[number])).text
         else:
-            found[number] = engine.generate(*asked[number]).text
+            results[number] = engine.generate(*prompts[number]).text
 
     threads = [threading.Thread(target=in_thread, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[n] for n in range(8)] == expected
+    assert [results[n] for n in range(8)] == expected
 
 
 async def test_async_events_are_those_of_the_stream(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=40)
     streamed = list(engine.stream("How do tides work?", params))
-    found = [event async for event in engine.astream("How do tides work?", params)]
+    results = [event async for event in engine.astream("How do tides work?", params)]
 
     def shown(events: list[Event]) -> list[tuple[str, str]]:
         return [(type(e).__name__, e.text if isinstance(e, SegmentEvent) else "") for e in events]
 
-    assert shown(found) == shown(streamed)
+    assert shown(results) == shown(streamed)
 
 
 async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: EnsembleEngine) -> None:
     stalls: list[float] = []
 
     ticking = asyncio.create_task(stalls_of_the_loop(stalls))
-    asked = [(f"{n} {question}", replace(params, max_tokens=150)) for n, (question, params) in enumerate(requests(8))]
-    answers = asyncio.gather(*(engine.agenerate(*each) for each in asked))
+    prompts = [(f"{n} {question}", replace(params, max_tokens=150)) for n, (question, params) in enumerate(requests(8))]
+    answers = asyncio.gather(*(engine.agenerate(*each) for each in prompts))
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.agenerate("Endless?", SamplingParams(max_tokens=400)), 0.2)
@@ -151,11 +151,11 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
 
 
 def test_a_timeout_ends_the_answer_with_its_text_so_far(engine: EnsembleEngine) -> None:
-    shown: list[str] = []
+    outputs: list[str] = []
     stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400), timeout=0.01)
     with pytest.raises(RequestTimeoutError, match="timeout passed") as late:
-        shown.extend(e.text for e in stream if isinstance(e, SegmentEvent))
-    assert late.value.text == "".join(shown)
+        outputs.extend(e.text for e in stream if isinstance(e, SegmentEvent))
+    assert late.value.text == "".join(outputs)
     assert isinstance(late.value, TimeoutError)
     with pytest.raises(RequestError, match="positive number of seconds"):
         engine.stream("x", timeout=0)
@@ -288,9 +288,9 @@ async def test_more_asynchronous_calls_than_the_queue_holds_may_wait(tiny_engine
         engine.load()
         answers = [engine.agenerate(f"Question {n}", params) for n in range(40)]
         late = [engine.agenerate("Too late", params, timeout=0.001) for _ in range(5)]
-        found = await asyncio.gather(*answers, *late, return_exceptions=True)
-        assert all(isinstance(each, EnsembleResult) for each in found[:40])
-        assert all(isinstance(each, RequestTimeoutError) for each in found[40:])
+        results = await asyncio.gather(*answers, *late, return_exceptions=True)
+        assert all(isinstance(each, EnsembleResult) for each in results[:40])
+        assert all(isinstance(each, RequestTimeoutError) for each in results[40:])
         waiting = asyncio.create_task(engine.agenerate("Given up", SamplingParams(max_tokens=400)))
         more = asyncio.create_task(engine.agenerate("Too", SamplingParams(max_tokens=400)))
         third = asyncio.create_task(engine.agenerate("This, too", params))
@@ -362,14 +362,14 @@ def test_remembered_prefixes_stay_within_their_budget(tiny_engine: EnsembleEngin
 
 def test_equal_configurations_share_one_engine_until_the_last_holder_lets_go(tiny_engine: EnsembleEngine) -> None:
     config = replace(tiny_engine.config, segment_tokens=5)
-    found: list[EnsembleEngine] = []
+    results: list[EnsembleEngine] = []
     leases = [lease_engine(config), lease_engine(replace(config))]
-    threads = [threading.Thread(target=lambda lease=lease: found.append(lease.engine.load())) for lease in leases]
+    threads = [threading.Thread(target=lambda lease=lease: results.append(lease.engine.load())) for lease in leases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] is found[1]
+    assert results[0] is results[1]
     leases[0].close()
     leases[0].close()
     assert leases[1].engine.generate("Still here?", SamplingParams(max_tokens=5)).text
@@ -377,7 +377,7 @@ def test_equal_configurations_share_one_engine_until_the_last_holder_lets_go(tin
     with pytest.raises(EngineClosedError):
         leases[1].engine.generate("Gone?")
     with lease_engine(config) as fresh:
-        assert fresh.engine is not found[0]
+        assert fresh.engine is not results[0]
 
 
 def _in_child(engine: EnsembleEngine, answers: multiprocessing.SimpleQueue[str]) -> None:

@@ -152,11 +152,11 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
         if end == "run":
             assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == known[text]
         elif end == "timeout":
-            said = ""
+            reply = ""
             with suppress(RequestTimeoutError):
                 for event in stream:
-                    said += event.text if isinstance(event, SegmentEvent) else ""
-            assert known[text].startswith(said)
+                    reply += event.text if isinstance(event, SegmentEvent) else ""
+            assert known[text].startswith(reply)
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
@@ -164,8 +164,8 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
 def test_texts_do_not_depend_on_sharing_waiting_or_stopping(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
     texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
     known = expected(tiny_engine, texts)
-    asked = st.tuples(st.sampled_from(texts), ENDS, st.just(0.0))
-    schedule = data.draw(st.lists(asked, min_size=30, max_size=36))
+    request = st.tuples(st.sampled_from(texts), ENDS, st.just(0.0))
+    schedule = data.draw(st.lists(request, min_size=30, max_size=36))
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=8)) as engine:
         ask_all(engine, schedule, known)
 
@@ -184,8 +184,8 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
     @given(data=st.data())
     def on_schedule(data: st.DataObject) -> None:
         pauses = st.sampled_from((0.0, 0.0, 0.0, 0.005, 0.02, 0.05))
-        asked = st.tuples(st.sampled_from(texts), ENDS, pauses)
-        schedule = data.draw(st.lists(asked, min_size=200, max_size=200))
+        request = st.tuples(st.sampled_from(texts), ENDS, pauses)
+        schedule = data.draw(st.lists(request, min_size=200, max_size=200))
         cache = data.draw(st.sampled_from((None, 8 << 20)))  # memory for all of them, or for a few at a time
         config = replace(tiny_engine.config, max_concurrent=16, cache_bytes=cache)
         with EnsembleEngine(config) as engine:
@@ -197,13 +197,13 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
 
 def naive_text(engine: EnsembleEngine, text: str, length: int) -> str:
     """The first `length` characters that the method without caches and batches answers."""
-    members, said = local_members(engine), ""
+    members, reply = local_members(engine), ""
     with eager(members):
-        for found in naive_rounds(engine.config, members, _messages(text), PARAMS):
-            said += found.segment
-            if len(said) >= length:
+        for result in naive_rounds(engine.config, members, _messages(text), PARAMS):
+            reply += result.segment
+            if len(reply) >= length:
                 break
-    return said[:length]
+    return reply[:length]
 
 
 def test_a_piece_takes_as_long_as_it_may() -> None:

@@ -47,36 +47,36 @@ def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
 
 
 def outcome_of(events: Any) -> Outcome:
-    warnings, shown, result, error = [], "", None, None
+    warnings, output, result, error = [], "", None, None
     try:
         for event in events:
             if isinstance(event, WarningEvent):
                 warnings.append(event)
             elif isinstance(event, SegmentEvent):
-                shown += event.text
+                output += event.text
             elif isinstance(event, FinishEvent):
                 result = event.result
     except GenerationError as failure:
         error = failure
-    return Outcome(result, warnings, shown, error)
+    return Outcome(result, warnings, output, error)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_faulty_member_leaves_and_the_answer_continues(engine: EnsembleEngine, stage: str, kind: str) -> None:
     with fault_in(engine, stage, FAULTS[kind], only=None):
-        found = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
-    [warning] = found.warnings
+        result = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
+    [warning] = result.warnings
     assert warning.member == "base"
     # a segment is committed with the next draft, which also reads a NaN of the prompt
     assert warning.stage == ("draft" if stage == "commit" or (stage, kind) == ("prefill", "NaN") else stage)
-    assert found.result is not None
-    assert found.shown == found.result.text != ""
+    assert result.result is not None
+    assert result.shown == result.result.text != ""
     if stage != "commit":  # one that is led may commit as late as in the last round: who leads hangs on seconds
-        assert found.result.rounds[-1].active == ("chat",)
-    exits = [e for r in found.result.rounds for e in r.exits]
+        assert result.result.rounds[-1].active == ("chat",)
+    exits = [e for r in result.result.rounds for e in r.exits]
     assert [(e.member, e.reason) for e in exits] == [("base", "fault")]
-    TABLE.append((kind, stage, "a member", f"left in {warning.stage}; {len(found.shown)} characters by the other one"))
+    TABLE.append((kind, stage, "a member", f"left in {warning.stage}; {len(result.shown)} characters by the other one"))
     healthy = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
     assert not healthy.warnings, "the fault is gone with its request"
 
@@ -88,11 +88,11 @@ def test_one_poisoned_request_fails_alone(engine: EnsembleEngine, stage: str, ki
     expected = [engine.generate(question, PARAMS).text for question in neighbours]
     with fault_in(engine, stage, FAULTS[kind], only="poisoned"):
         streams = [engine.stream(question, PARAMS) for question in (*neighbours, POISONED)]
-        found = [outcome_of(stream) for stream in streams]
-    assert [each.shown for each in found[:3]] == expected
-    assert not any(each.warnings for each in found[:3])
-    assert [w.member for w in found[3].warnings] == ["base"]
-    assert found[3].result is not None
+        results = [outcome_of(stream) for stream in streams]
+    assert [each.shown for each in results[:3]] == expected
+    assert not any(each.warnings for each in results[:3])
+    assert [w.member for w in results[3].warnings] == ["base"]
+    assert results[3].result is not None
     TABLE.append((kind, stage, "one request", "its member left; three neighbours byte for byte as before"))
 
 
@@ -113,15 +113,15 @@ def test_when_no_member_is_left_the_error_names_the_last_and_has_the_text(
             plain, fault = m.runner.step, FAULTS[kind]
 
             def step(segments: Any, m: Any = m, plain: Any = plain, fault: Any = fault) -> Any:
-                found = plain(segments)
-                return [fault(rows) for rows in found] if next(calls[m.name]) > 20 else found
+                result = plain(segments)
+                return [fault(rows) for rows in result] if next(calls[m.name]) > 20 else result
 
             m.runner.step = step  # type: ignore[method-assign]
-        found = outcome_of(engine.stream(NEIGHBOUR, replace(PARAMS, max_tokens=300)))
-        assert found.error is not None
-        assert found.error.member in ("one", "two")
-        assert found.error.text == found.shown != ""
-        assert found.error.member in str(found.error)
+        result = outcome_of(engine.stream(NEIGHBOUR, replace(PARAMS, max_tokens=300)))
+        assert result.error is not None
+        assert result.error.member in ("one", "two")
+        assert result.error.text == result.shown != ""
+        assert result.error.member in str(result.error)
     TABLE.append((kind, "any", "all members", "GenerationError with the text so far"))
 
 
@@ -171,11 +171,11 @@ def test_out_of_memory_then_drops_cached_prefixes(engine: EnsembleEngine) -> Non
     assert runner.prefixes.memory_bytes > 0
     runner.step = step  # type: ignore[method-assign]
     try:
-        found = outcome_of(engine.stream("Another question altogether", PARAMS))
+        result = outcome_of(engine.stream("Another question altogether", PARAMS))
     finally:
         del runner.step
-    assert found.result is not None
-    assert not found.warnings
+    assert result.result is not None
+    assert not result.warnings
     TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer continues unharmed"))
 
 
@@ -190,10 +190,10 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
         return never(totals, round_index)
 
     with EnsembleEngine(replace(tiny_engine.config, exit=exit_policy)) as engine:
-        found = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
-        assert found.error is not None
-        assert "ZeroDivisionError: user code" in str(found.error)
-        assert found.error.text.startswith(found.shown)
+        result = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
+        assert result.error is not None
+        assert "ZeroDivisionError: user code" in str(result.error)
+        assert result.error.text.startswith(result.shown)
         assert outcome_of(engine.stream(NEIGHBOUR, PARAMS)).result is not None
 
 

@@ -13,18 +13,18 @@ PARAMS = SamplingParams(max_tokens=30)
 
 
 def test_each_answer_is_the_one_that_is_given_by_itself(tiny_engine: EnsembleEngine) -> None:
-    found = tiny_engine.generate_each(QUESTIONS[0], PARAMS)
-    assert found.joint.text == tiny_engine.generate(QUESTIONS[0], PARAMS).text
-    assert list(found.alone) == ["chat", "base"]
-    for name, result in found.alone.items():
+    results = tiny_engine.generate_each(QUESTIONS[0], PARAMS)
+    assert results.joint.text == tiny_engine.generate(QUESTIONS[0], PARAMS).text
+    assert list(results.alone) == ["chat", "base"]
+    for name, result in results.alone.items():
         assert result.text == tiny_engine.generate(QUESTIONS[0], PARAMS, members=[name]).text
         assert result.members == (name,)
-    assert not found.failed
+    assert not results.failed
     texts: dict[str | None, str] = {
-        None: found.joint.text,
-        **{name: result.text for name, result in found.alone.items()},
+        None: results.joint.text,
+        **{name: result.text for name, result in results.alone.items()},
     }
-    for author, differences in found.differences.items():
+    for author, differences in results.differences.items():
         assert all(texts[author][difference.start : difference.end].strip() for difference in differences)
 
 
@@ -36,11 +36,11 @@ def test_a_member_that_fails_alone_is_named_and_the_others_answer() -> None:
     first, second = two()
     second.disturb = lambda request: Fault("RuntimeError", "injected") if isinstance(request.op, DraftAlone) else None
     with FakeEngine(first, second) as engine:
-        found = engine.generate_each("tell me", PARAMS)
-    assert found.joint.text
-    assert list(found.alone) == ["a"]
-    assert isinstance(found.failed["b"], GenerationError)
-    assert list(found.differences) == [None, "a"]
+        results = engine.generate_each("tell me", PARAMS)
+    assert results.joint.text
+    assert list(results.alone) == ["a"]
+    assert isinstance(results.failed["b"], GenerationError)
+    assert list(results.differences) == [None, "a"]
 
 
 def test_the_joint_answers_error_is_raised(tiny_engine: EnsembleEngine) -> None:

@@ -303,7 +303,7 @@ class EngineInTwoLanes(EnsembleEngine):
 def test_rounds_with_late_members_are_those_of_the_naive_method_without_them(
     tiny_engine: EnsembleEngine, stage: type, settings: dict[str, object]
 ) -> None:
-    random, seen = Random(3), 0
+    random, recorded = Random(3), 0
     deadline = {"round_seconds": 0.15, "round_grace": 0.1, "late_rounds": 1000}
 
     def delay(request: StageRequest) -> float:
@@ -314,9 +314,9 @@ def test_rounds_with_late_members_are_those_of_the_naive_method_without_them(
         for question in QUESTIONS[:2]:
             params = SamplingParams(max_tokens=60)
             result = engine.generate(question, params)
-            seen += sum(absence.stage is not None for record in result.rounds for absence in record.absent)
+            recorded += sum(absence.stage is not None for record in result.rounds for absence in record.absent)
             assert_equals_naive_with_absences(engine.config, members, question, params, result)
-    assert seen > 1, "members were late"
+    assert recorded > 1, "members were late"
 
 
 @pytest.mark.parametrize(

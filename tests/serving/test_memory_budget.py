@@ -40,8 +40,8 @@ def test_admitted_answers_never_run_out_of_memory(monkeypatch: pytest.MonkeyPatc
     zeros = CacheBlock._zeros
 
     def scarce(block: CacheBlock, layers: int, rows: int, like: torch.Tensor) -> torch.Tensor:
-        wanted = layers * rows * like.shape[-3] * block.capacity * like.shape[-1] * like.element_size()
-        if pool.memory_bytes + wanted > room:
+        expected = layers * rows * like.shape[-3] * block.capacity * like.shape[-1] * like.element_size()
+        if pool.memory_bytes + expected > room:
             raise torch.OutOfMemoryError("there is no more")
         return zeros(block, layers, rows, like)
 

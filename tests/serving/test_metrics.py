@@ -38,28 +38,28 @@ def results(engine: EnsembleEngine) -> list[EnsembleResult]:
 
 
 def test_counters_agree_with_the_results(engine: EnsembleEngine, results: list[EnsembleResult]) -> None:
-    found = engine.metrics()
-    assert found.requests == {"finished": 4, "cancelled": 0, "failed": 0}
-    assert found.completion_tokens == sum(r.usage.completion_tokens for r in results)
-    assert found.prompt_tokens == sum(r.usage.prompt_tokens for r in results)
-    assert found.rounds == sum(len(r.rounds) for r in results)
+    result = engine.metrics()
+    assert result.requests == {"finished": 4, "cancelled": 0, "failed": 0}
+    assert result.completion_tokens == sum(r.usage.completion_tokens for r in results)
+    assert result.prompt_tokens == sum(r.usage.prompt_tokens for r in results)
+    assert result.rounds == sum(len(r.rounds) for r in results)
     for name in engine.config.names:
-        assert found.wins.get(name, 0) == sum(round_.winner == name for r in results for round_ in r.rounds)
-        assert found.forwards[name] > 0 < found.forward_seconds[name]
-    assert found.answer_seconds.count == found.queue_seconds.count == 4
-    assert found.answer_seconds.total == pytest.approx(sum(r.total_seconds for r in results))
-    assert found.active_members.count == found.rounds
-    assert found.running == found.waiting == found.cache_bytes == 0
-    json.dumps(found.to_dict())
+        assert result.wins.get(name, 0) == sum(round_.winner == name for r in results for round_ in r.rounds)
+        assert result.forwards[name] > 0 < result.forward_seconds[name]
+    assert result.answer_seconds.count == result.queue_seconds.count == 4
+    assert result.answer_seconds.total == pytest.approx(sum(r.total_seconds for r in results))
+    assert result.active_members.count == result.rounds
+    assert result.running == result.waiting == result.cache_bytes == 0
+    json.dumps(result.to_dict())
 
 
 def test_histograms_count_up_to_their_bounds() -> None:
-    found = Histogram((1.0, 2.0))
+    result = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
-        found.add(value)
-    assert found.counts == [2, 1, 1]
-    assert found.count == 4
-    assert found.mean == 3.0
+        result.add(value)
+    assert result.counts == [2, 1, 1]
+    assert result.count == 4
+    assert result.mean == 3.0
 
 
 def test_prometheus_sees_the_same_numbers(engine: EnsembleEngine, results: list[EnsembleResult]) -> None:

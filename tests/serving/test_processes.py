@@ -137,20 +137,20 @@ def test_an_engine_takes_members_and_settings(folders: list[str]) -> None:
 def test_messages_and_tools_may_be_dictionaries_as_openai_has_them(folders: list[str]) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
-    asked = [
+    requests = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "3 + 4"}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "7"},
     ]
     with EnsembleEngine(folders) as engine:
-        said = engine.generate(asked, SamplingParams(max_tokens=60), tools=[tool], tool_choice="add").text
-        assert said.startswith('<tool_call>{"name": "add"')
-        read = [Message.from_dict(message) for message in asked]
+        text = engine.generate(requests, SamplingParams(max_tokens=60), tools=[tool], tool_choice="add").text
+        assert text.startswith('<tool_call>{"name": "add"')
+        read = [Message.from_dict(message) for message in requests]
         assert [(m.role, m.content) for m in read[:2]] == [("system", "Be brief."), ("user", "3 + 4?")]
         assert (read[2].tool_calls[0].name, read[2].tool_calls[0].arguments) == ("add", {"a": 3})
-        assert engine.count_tokens(asked) == engine.count_tokens(read)
-        assert engine.count_tokens(asked, tools=[tool]) > engine.count_tokens(asked)
+        assert engine.count_tokens(requests) == engine.count_tokens(read)
+        assert engine.count_tokens(requests, tools=[tool]) > engine.count_tokens(requests)
         assert engine.tokenize("Hello")
         with pytest.raises(RequestError, match="image_url"):
             engine.generate([{"role": "user", "content": [{"type": "image_url"}]}])

@@ -21,11 +21,11 @@ SUBJECTS = ("the sea", "a lighthouse", "北京", "bread", "a Python loop", "tide
 
 
 def test_twenty_float32_answers_at_once_equal_those_one_after_another(exact_engine: EnsembleEngine) -> None:
-    asked = [f"Tell me about {SUBJECTS[n % 10]}{', please' * (n // 10 * 4)}." for n in range(20)]
+    requests = [f"Tell me about {SUBJECTS[n % 10]}{', please' * (n // 10 * 4)}." for n in range(20)]
     each = [SamplingParams(max_tokens=24, temperature=n % 2 * 0.8, seed=n) for n in range(20)]
     with EnsembleEngine(replace(exact_engine.config, reuse_prefixes=False)) as engine:
-        alone = [answer_of(engine.generate(question, params)) for question, params in zip(asked, each, strict=True)]
-        together = engine.generate_batch(asked, each)
+        alone = [answer_of(engine.generate(question, params)) for question, params in zip(requests, each, strict=True)]
+        together = engine.generate_batch(requests, each)
     assert [answer_of(result) for result in together] == alone
 
 

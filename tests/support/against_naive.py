@@ -33,10 +33,10 @@ FAULT_ROW = "fault"
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:
     """The loaded models of an engine, in the members' order."""
     lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()
     }
-    return [found[name] for name in engine.config.names]
+    return [results[name] for name in engine.config.names]
 
 
 class EngineOver(EnsembleEngine):
@@ -172,8 +172,8 @@ def assert_equals_naive(
     fused = [r for r in records if len(r.active) > 1]
     with eager([member for member in members if isinstance(member, LocalMember)]):
         naive: list[NaiveRound] = []
-        for found in naive_rounds(config, members, messages, params, kind):
-            naive.append(found)
+        for result in naive_rounds(config, members, messages, params, kind):
+            naive.append(result)
             if len(naive) == len(fused):
                 break
     assert len(naive) == len(fused) > 0

@@ -34,9 +34,9 @@ def drafted(sequences: list[SequenceState], count: int = 5) -> list[list[int]]:
         runner: Any = sequence.runner
         sampler = Sampler(SamplingParams(), 0, "", runner.device)
         drafts.append(DraftRequest(Branch(len(sequence.answer), ()), count, sampler))
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
+    result = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     ids = []
-    for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):
+    for sequence, draft, chosen in zip(sequences, drafts, result, strict=True):
         assert isinstance(chosen, ChosenTokens)
         ids.append(sequence.drafted(draft, chosen, ())[0])
         sequence.commit(Branch(draft.branch.base, tuple(ids[-1])))

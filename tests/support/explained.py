@@ -90,12 +90,12 @@ def differing(
     names, start, records = list(weights), 0, []
     for index, (text, drafts) in enumerate(rounds, 1):
         ends = over and index == len(rounds)
-        said = {name: (drafts[name].removesuffix("…"), drafts[name].endswith("…")) for name in drafts}
-        said = {name: said.get(name, (text, ends)) for name in names}
+        texts = {name: (drafts[name].removesuffix("…"), drafts[name].endswith("…")) for name in drafts}
+        texts = {name: texts.get(name, (text, ends)) for name in names}
         scores = dict.fromkeys(names, 0.5)
         candidates = [
-            Candidate(draft, tuple(n for n in names if said[n] == (draft, is_last)), is_last, 3, scores, 0.25)
-            for draft, is_last in dict.fromkeys(said.values())
+            Candidate(draft, tuple(n for n in names if texts[n] == (draft, is_last)), is_last, 3, scores, 0.25)
+            for draft, is_last in dict.fromkeys(texts.values())
         ]
         record = round_of(index, start, (names[0], text), names)
         records.append(replace(record, candidates=tuple(candidates), weights=weights))

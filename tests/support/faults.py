@@ -71,8 +71,8 @@ def fault_in(
         poisoned = [sequence._row for sequence, at in marks.items() if at == stage]  # taken at the first forward
         if any(s.row in poisoned for s in segments) and fault is not FAULTS["NaN"]:
             fault(torch.empty(0))
-        found = plain_step(segments)
-        return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
+        output = plain_step(segments)
+        return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, output, strict=True)]
 
     LocalSession.stage = marked  # type: ignore[assignment, method-assign]
     runner.step = step  # type: ignore[method-assign]

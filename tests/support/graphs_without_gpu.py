@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a processor: a capture is recorded, and a replay does it again, in the same memory.
+"""A replacement for CUDA graphs on a processor: a capture is recorded, and a replay repeats it in the same memory.
 
 It raises the errors of a real driver: a capture into a memory pool that has no user any more, a capture that was
 begun and never ended, numbers that the host reads while a capture is under way, a thread that waits for the whole
@@ -183,9 +183,9 @@ class Graph:
         try:
             for func, args, kwargs, outputs in self._work:
                 args, kwargs = tree_map(_there, (args, kwargs))
-                found = tree_leaves(func(*args, **kwargs))
+                result = tree_leaves(func(*args, **kwargs))
                 for place, tensor in outputs:
-                    tensor.copy_(found[place])
+                    tensor.copy_(result[place])
         except FreedMemoryError as error:
             self.driver.freed.append(str(error))
             raise
@@ -214,18 +214,18 @@ class Recorder(TorchDispatchMode):
         if _READS.intersection(func.tags) and func is not torch.ops.aten.index.Tensor:
             self.broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self.driver.stream.graph is not self.graph:
-            return found
+            return result
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         outputs: list[tuple[int, torch.Tensor]] = []
-        for place, leaf in enumerate(tree_leaves(found)):
+        for place, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
                 outputs.append((place, leaf))
                 self.made.append(leaf)
                 self._own.add(_storage(leaf))
         self.work.append((func, *tree_map(self._kept, (args, kwargs)), outputs))
-        return found
+        return result
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or _storage(leaf) in self._own:
@@ -264,22 +264,22 @@ class Event:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """While a test runs, members on the processor capture their steps with the stand-in."""
-    found = Driver()
-    own: Any = type("Graph", (Graph,), {"driver": found})
+    """While a test runs, members on the processor capture their steps with this replacement."""
+    result = Driver()
+    own: Any = type("Graph", (Graph,), {"driver": result})
     for name, value in {
         "CUDAGraph": own,
-        "Stream": found.new_stream,
-        "Event": type("Event", (Event,), {"driver": found}),
-        "stream": found.on,
-        "current_stream": lambda device=None: found.stream,
-        "graph_pool_handle": found.pool,
+        "Stream": result.new_stream,
+        "Event": type("Event", (Event,), {"driver": result}),
+        "stream": result.on,
+        "current_stream": lambda device=None: result.stream,
+        "graph_pool_handle": result.pool,
         "device": lambda device: nullcontext(),
-        "synchronize": found.synchronize,
+        "synchronize": result.synchronize,
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: found.end(pool), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: result.end(pool), raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     made = Graphs.__init__
 
@@ -288,4 +288,4 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         self.reason = reason
 
     monkeypatch.setattr(Graphs, "__init__", captures)
-    return found
+    return result

@@ -29,5 +29,5 @@ def member_config(file: Path, backend: str = "llama.cpp", **settings: object) ->
 
 def members_of(engine: EnsembleEngine) -> list[InProcessMember]:
     lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
-    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
-    return [found[name] for name in engine.config.names]
+    results = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    return [results[name] for name in engine.config.names]

@@ -12,9 +12,9 @@ WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass",
 def requests(count: int) -> list[tuple[str, SamplingParams]]:
     """Questions of mixed length; half greedy, half sampled with a seed."""
     chance = random.Random(3)
-    found = []
+    results = []
     for n in range(count):
         words = " ".join(chance.choice(WORDS) for _ in range(chance.randint(2, 80)))
         params = SamplingParams(max_tokens=chance.randint(5, 60), temperature=n % 2 * 0.9, seed=n)
-        found.append((f"Tell me about {words}.", params))
-    return found
+        results.append((f"Tell me about {words}.", params))
+    return results

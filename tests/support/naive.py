@@ -73,8 +73,8 @@ class NaiveMember:
         before = self.codec.encode(answer)
         start = next(n for n in range(len(before), -1, -1) if ids[:n] == before[:n])
         logp = self.logits(ids).log_softmax(-1)
-        found = [(float(logp[i, ids[i]]), self.codec.token_bytes([ids[i]])[0]) for i in range(start, len(ids))]
-        return found + ([(float(logp[len(ids), self.stop_ids].logsumexp(0)), 1)] if ends else [])
+        results = [(float(logp[i, ids[i]]), self.codec.token_bytes([ids[i]])[0]) for i in range(start, len(ids))]
+        return results + ([(float(logp[len(ids), self.stop_ids].logsumexp(0)), 1)] if ends else [])
 
 
 Draft = tuple[str, bool]
@@ -94,7 +94,7 @@ def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
     to that point."""
     size = {d: len(d[0].encode()) for d in judged}
     border = (max if all(ends for _, ends in judged) else min)(size.values())
-    found = {}
+    results = {}
     for draft, tokens in judged.items():
         after = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]
         reach = min([border, *(size[e] for e in after)])
@@ -108,8 +108,8 @@ def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
             score *= math.exp(tokens[-1][0])
         elif at == reach and (over := [e for e in after if size[e] == reach]):
             score *= 1 - math.exp(judged[over[0]][-1][0])
-        found[draft] = score
-    return found
+        results[draft] = score
+    return results
 
 
 @torch.inference_mode()
@@ -196,9 +196,9 @@ def _elect(
     gone = _outsiders(scores, weight, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
     if gone and gone != set(judged):
         rest = {d: [j for j in own if j not in gone] for d, own in authors.items() if set(own) - gone}
-        heard = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
-        winner, _, total = _elect(heard, weight, rest, circling & set(rest), config)
-        return winner, scores, {d: total.get(d, 0.0) / sum(weight[j] for j in heard) for d in authors}
+        received = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
+        winner, _, total = _elect(received, weight, rest, circling & set(rest), config)
+        return winner, scores, {d: total.get(d, 0.0) / sum(weight[j] for j in received) for d in authors}
     least = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
     left = [d for d in authors if d not in circling and total[d] >= least] or list(authors)
     while len(left) > 1:

@@ -67,8 +67,8 @@ def answer_with(runner: ModelRunner, kind: str, device: torch.device) -> None:
     feed_together([ForwardRequest(sequence, prompt=99) for sequence in sequences])
     blocked = torch.zeros(3, dtype=torch.long, device=device)
     drafts = [DraftRequest(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
-    chosen = [each for each in found if isinstance(each, ChosenTokens)]
+    result = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
+    chosen = [each for each in result if isinstance(each, ChosenTokens)]
     must_wait(lambda: sequences[0].drafted(drafts[0], chosen[0], ()))
     for sequence, draft, each in zip(sequences, drafts, chosen, strict=True):
         each.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
@@ -76,7 +76,7 @@ def answer_with(runner: ModelRunner, kind: str, device: torch.device) -> None:
     asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in sequences]
     branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
     judged = feed_together(
-        [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(sequences, asking, strict=True)]
+        [ForwardRequest(c, branches, logprobs=request) for c, request in zip(sequences, asking, strict=True)]
     )
     for sequence, judgement in zip(sequences, judged, strict=True):
         assert isinstance(judgement, PendingLogprobs)

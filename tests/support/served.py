@@ -29,8 +29,8 @@ def assert_same(found: EnsembleResult | BaseException, expected: EnsembleResult 
     one, other = everything(found), everything(expected)
     for data in (one, other):
         for member in data["usage"]["members"].values():
-            for kept in ("fed", "forwards", "guessed", "accepted"):
-                del member[kept]  # a server's cache and batches are its own affair, and it makes no guesses
+            for retained in ("fed", "forwards", "guessed", "accepted"):
+                del member[retained]  # a server's cache and batches are its own affair, and it makes no guesses
         for record in data["rounds"]:
             del record["leader"]
     assert one == _about(other)

@@ -96,10 +96,10 @@ def until(condition: Any, seconds: float = 20.0) -> None:
 @contextmanager
 def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`specfuse-llm serve` in another process, and the address that it prints."""
-    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
+    requests = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
     reported = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     process = subprocess.Popen(
-        asked,
+        requests,
         stderr=subprocess.PIPE,
         text=True,
         env=reported,
@@ -109,9 +109,9 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     try:
         assert select.select([process.stderr], [], [], 60)[0]
         line = process.stderr.readline()
-        found = re.search(r"listening at (http://\S+)", line)
-        assert found, line + process.stderr.read()
-        yield process, found[1]
+        match = re.search(r"listening at (http://\S+)", line)
+        assert match, line + process.stderr.read()
+        yield process, match[1]
     finally:
         process.kill()
         process.wait()

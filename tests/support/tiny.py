@@ -132,8 +132,8 @@ def pair_config(pair: Mapping[str, Path]) -> EnsembleConfig:
 def _common_characters(texts: list[str]) -> list[str]:
     """The texts without all but their 80 commonest characters; the trainer's own limit breaks ties at random."""
     counted = Counter("".join(texts))
-    kept = set(sorted(counted, key=lambda char: (-counted[char], char))[:80])
-    return ["".join(char if char in kept else " " for char in text) for text in texts]
+    retained = set(sorted(counted, key=lambda char: (-counted[char], char))[:80])
+    return ["".join(char if char in retained else " " for char in text) for text in texts]
 
 
 def _bytes_are_plain(data: str) -> str:

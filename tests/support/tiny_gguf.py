@@ -180,8 +180,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, 
 def _merges(tokenizer: PreTrainedTokenizerFast) -> list[list[str]]:
     import json
 
-    found: list[list[str]] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    return found
+    result: list[list[str]] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    return result
 
 
 def _kind(token: str, is_special: bool) -> gguf.TokenType:

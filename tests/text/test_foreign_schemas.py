@@ -142,9 +142,9 @@ def test_an_unreadable_expression_is_left_out_with_one_warning(pattern: str, cap
     with caplog.at_level(logging.WARNING):
         assert is_value(schema, '{"to": "Ulm"}')
         assert not is_value(schema, '{"to": "Reykjavik"}'), "its length still holds"
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "pattern of a schema: left out" in said
-    assert "to" not in said.split(), "a log holds no names of a client's fields"
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "pattern of a schema: left out" in text
+    assert "to" not in text.split(), "a log holds no names of a client's fields"
     with pytest.raises(GrammarError, match=r"at properties\.to\.pattern: .*(regular expression|look)") as error:
         Grammar.json_schema(schema, strict=True)
     assert error.value.field == "properties.to.pattern"

@@ -52,12 +52,12 @@ def test_a_document_full_of_control_strings_adds_no_control_token(exact_engine: 
     for member in local_members(exact_engine):
         prompts = member.prompts
 
-        found = []
+        results = []
         for text in (ATTACK, "harmless words"):
             turns = [("system", text), ("user", text), ("assistant", text), ("user", "And?")]
             ids = prompts.encode([Message(role, content) for role, content in turns])
-            found.append([i for i in ids if i in prompts.control_ids])
-        assert found[0] == found[1]
+            results.append([i for i in ids if i in prompts.control_ids])
+        assert results[0] == results[1]
         ids = prompts.encode([Message("user", ATTACK)])
         assert all(marker in prompts.tokenizer.decode(ids) for marker in CONTROL)
 
@@ -71,8 +71,8 @@ def test_a_document_full_of_control_strings_adds_no_control_token(exact_engine: 
 def test_no_mixture_of_control_strings_becomes_control(exact_engine: EnsembleEngine, text: str) -> None:
     for member in local_members(exact_engine):
         prompts = member.prompts
-        found = [i for i in prompts.encode([Message("user", text + "q")]) if i in prompts.control_ids]
-        assert found == [i for i in prompts.encode([Message("user", "q")]) if i in prompts.control_ids]
+        results = [i for i in prompts.encode([Message("user", text + "q")]) if i in prompts.control_ids]
+        assert results == [i for i in prompts.encode([Message("user", "q")]) if i in prompts.control_ids]
         assert not prompts.control_ids & set(prompts.codec.encode(text))
 
 
@@ -222,9 +222,9 @@ def test_every_mark_of_a_turn_in_a_message_is_broken(template: str, data: st.Dat
     marks = [m for m in ("### User:", "### Assistant:", "[INST]", "[/INST]", "USER:", "ASSISTANT:") if m in template]
     text = "".join(data.draw(st.lists(st.sampled_from([*marks, "\n", " ", "x", "#"]), max_size=8)))
     plain = made.codec.decode(made.encode([Message("user", "x")]))
-    shown = made.codec.decode(made.encode([Message("user", text + "x")]))
+    output = made.codec.decode(made.encode([Message("user", text + "x")]))
     for mark in marks:
-        assert shown.count(f"\n{mark}") == plain.count(f"\n{mark}")
+        assert output.count(f"\n{mark}") == plain.count(f"\n{mark}")
 
 
 def test_words_that_are_roles_stay_words_inside_of_lines() -> None:

@@ -92,15 +92,15 @@ def test_any_schema_has_a_request_or_none(schema: dict[str, Any], expected: str 
 def test_definitions_that_refer_to_each_other_are_opened_once_each() -> None:
     names = [f"a{n}" for n in range(9)]
     defs = {name: {"properties": {f"{name} to {to}": {"$ref": f"#/$defs/{to}"} for to in names}} for name in names}
-    asked = described({"$ref": "#/$defs/a0", "$defs": defs})
-    assert asked is not None
-    assert asked.count("\n") == len(names) ** 2
+    request = described({"$ref": "#/$defs/a0", "$defs": defs})
+    assert request is not None
+    assert request.count("\n") == len(names) ** 2
 
 
 def test_the_request_names_the_first_of_very_many_fields() -> None:
-    asked = described({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
-    assert asked is not None
-    assert asked.count("\n") == MOST_FIELDS
+    request = described({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
+    assert request is not None
+    assert request.count("\n") == MOST_FIELDS
 
 
 def test_a_schema_that_is_too_large_is_refused() -> None:

@@ -15,20 +15,20 @@ from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS, StopHold, find_
     stops=st.lists(st.text("abX", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_released_text_never_begins_a_stop_and_ends_before_it(pieces: list[str], stops: list[str]) -> None:
-    hold, text, shown = StopHold(stops), "", ""
+    hold, text, output = StopHold(stops), "", ""
     for piece in pieces:
         match = find_stop(text, piece, stops)
         if match is not None:
-            shown += hold.finish(piece, match.start)
+            output += hold.finish(piece, match.start)
             text += piece
             break
-        shown += hold.feed(piece)
+        output += hold.feed(piece)
         text += piece
-        assert text.startswith(shown)
+        assert text.startswith(output)
     else:
-        shown += hold.finish("", len(text))
+        output += hold.finish("", len(text))
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-    assert shown == (text[: min(ends)] if ends else text)
+    assert output == (text[: min(ends)] if ends else text)
 
 
 def test_the_earliest_stop_wins_and_the_longest_of_equals() -> None:
@@ -53,10 +53,10 @@ def test_partial_stops_are_held() -> None:
 
 @given(text=st.text("ab", max_size=12), addition=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1)))
 def test_every_stop_is_found_wherever_it_overlaps_others(text: str, addition: str, stops: list[str]) -> None:
-    whole, found = text + addition, find_stops(text, addition, stops)
+    whole, result = text + addition, find_stops(text, addition, stops)
     for at in range(len(whole)):
         here = [s for s in stops if whole.startswith(s, at) and at + len(s) > len(text)]
-        assert [m.stop for m in found if m.start == at] == ([max(here, key=len)] if here else [])
+        assert [m.stop for m in result if m.start == at] == ([max(here, key=len)] if here else [])
 
 
 @pytest.mark.parametrize("stop", [["x"] * (MOST_STOPS + 1), ["x" * (LONGEST_STOP + 1)]])
