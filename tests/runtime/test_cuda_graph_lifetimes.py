@@ -1,5 +1,5 @@
 """Errors of a driver over the life of a member's graphs: a graph that is freed alone, a stream with two users, a
-thread that waits in between, and numbers that drift. All run in the stand-in for CUDA graphs."""
+thread that waits in between, and numbers that drift. All run on the replacement for CUDA graphs."""
 
 from __future__ import annotations
 
