@@ -37,11 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpu_contexts
 import torch
-from bench_members import SEGMENT, engine_over, forwards_of, members, prompt, reported
+from bench_members import SEGMENT, engine_over, forwards_a_token, forwards_of, members, prompt, reported
 from figures import RESULTS, Figure, markdown, peak_bytes, report, write
-from speculation import forwards
 from vllm_peer import Peer
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEvent
@@ -99,7 +97,7 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
-        yield from gpu_contexts.parts(self)
+        yield from context_parts(self)
 
     def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
         """All parts that begin within `minutes`, among those with one text in their names and without another;
@@ -282,7 +280,7 @@ class Bench:
             engine.generate_batch(asked, self.params())
         found: list[Any] = []
         spent = self.timed(lambda: found.extend(engine.generate_batch(asked, self.params())))
-        return sum(r.usage.completion_tokens for r in found) / spent, forwards(found)
+        return sum(r.usage.completion_tokens for r in found) / spent, forwards_a_token(found)
 
     # ── tools ────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,6 +330,52 @@ def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
     events = engine.stream(messages, SamplingParams(max_tokens=4 * SEGMENT, ignore_eos=True))
     next(event for event in events if isinstance(event, SegmentEvent) and event.text)
     events.close()  # type: ignore[attr-defined]
+
+
+# ── longer contexts ───────────────────────────────────────────────────────────────────────────────
+
+WARMED_TOKENS = 8192
+"""Longer prompts, all together, are not read twice: their steps were captured before."""
+
+
+def context_parts(bench: Bench) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
+    """For each context that some members reach: decoding first, then few answers before many."""
+    for size in bench.sizes.contexts:
+        if some := _within(bench, size):
+            yield f"context {size}: decode", lambda n=size, m=some: _context_decode(bench, m, n)  # type: ignore[misc]
+    for count in bench.sizes.at_once:
+        for size in bench.sizes.contexts:
+            if some := _within(bench, size):
+                name = f"context {size}: {count} at once"
+                yield name, lambda n=size, c=count, m=some: _context_answers(bench, m, n, c)  # type: ignore[misc]
+
+
+def _within(bench: Bench, size: int) -> list[LocalMember]:
+    """Members whose context holds a prompt of `size` tokens and an answer."""
+    needed = size + 2 * bench.sizes.tokens
+    return [member for member in bench.members if member.context_limit is None or member.context_limit >= needed]
+
+
+def _context_decode(bench: Bench, some: Sequence[LocalMember], size: int) -> list[Figure]:
+    """Milliseconds a token of plain decoding of each member after a prompt of `size` tokens."""
+    for member in some:
+        step = bench.step_seconds(member, size, repeats=2)
+        bench.facts.append((f"context {size}: decode, {member.name}", f"{1e3 * step:.2f} ms a token"))
+    return []
+
+
+def _context_answers(bench: Bench, some: Sequence[LocalMember], size: int, count: int) -> list[Figure]:
+    """Tokens a second of `count` answers, the reading of their prompts included."""
+    said = []
+    for way in ("off", "auto"):
+        with bench.engine(some, way) as engine:
+            rate, needed = bench.rate(engine, some, size, count, warm=size * count <= WARMED_TOKENS)
+            said.append(f"{rate:.1f} tokens/s and {needed:.2f} forward passes a token with speculation {way}")
+    bench.facts.append((f"context {size}: {count} at once, {len(some)} members", "; ".join(said)))
+    return []
+
+
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 
 def main() -> None:
