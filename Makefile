@@ -42,7 +42,7 @@ newest: ## Try the newest releases of everything in a fresh environment
 	PYTHON="$(PYTHON)" .ci/newest
 
 bench: $(STAMP) ## Measure the engine
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/engine.py speed
 
 docs: $(DOCS) ## Build the documentation as a site in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, Message
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.local.member import LocalMember
@@ -206,3 +206,9 @@ def forwards_of(members: Sequence[LocalMember]) -> Counter[str]:
 
 def reported(forwards: Counter[str]) -> str:
     return ", ".join(f"{forwards[way]} {way}" for way in ("replayed", "static", "dynamic"))
+
+
+def forwards_a_token(results: Sequence[EnsembleResult], member: str | None = None) -> float:
+    """Forward passes of one or all members for a token of their encoding of the answer."""
+    used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
+    return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))

@@ -1,35 +1,48 @@
-"""Many clients at once at `specfuse-llm serve`, of which a third leave in the middle of their answers.
+"""Many clients at `specfuse-llm serve`, in another process over the demo members: ordinary load, and hostile clients.
 
-    python benchmarks/clients.py [--clients 200] [--waves 3] [--tokens 16] [--dtype float32]
+    python benchmarks/clients.py load [--clients 200] [--waves 3] [--tokens 16] [--dtype float32]
+    python benchmarks/clients.py hostile [--good 10] [--bad 5] [--limit 1] [--seconds 60] [--tokens 16]
 
-The server is another process over the demo members. After a wave to warm up, each wave has `--clients` clients, each
-with its question; a third of them (at random, seeded) leave after a random number of segments, and two read their
-answers slowly. Printed for each wave: seconds to the first segment of the clients that stayed (p50, p95), answers that
-differ from the engine's answer to their question alone (float32, where batches change nothing), and the server's
-memory, threads and sockets once it is idle again.
+`load`: many clients at once, of which a third leave in the middle of their answers. After a wave to warm up, each wave
+has `--clients` clients, each with its question; a third of them (at random, seeded) leave after a random number of
+segments, and two read their answers slowly. Printed for each wave: seconds to the first segment of the clients that
+stayed (p50, p95), answers that differ from the engine's answer to their question alone (float32, where batches change
+nothing), and the server's memory, threads and sockets once it is idle again.
+
+`hostile`: the waits of good clients beside hostile ones, and the memory at the end. Every client has a key. Good
+clients ask short questions one after another; then concurrently with bad ones, whose keys have `max_answers`
+(`--limit`; 0 is none). Those send alternately requests that once stalled the server: 200,000 stop strings, a million
+wrong messages, eight answers under a grammar that takes 900 steps to close, 25,000 turns. Printed: seconds of a good
+answer (p50, p95) without and with the bad ones, their ratio, the statuses for the bad ones, and the server's memory
+before and after.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import statistics
+import string
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import psutil
+import typer
 
 from specfuse_shared import EnsembleConfig, demo_members
 from specfuse_shared.api_server.run import serve
 from specfuse_shared.api_server.settings import ClientSettings, ServeConfig, ServerSettings
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -108,7 +121,7 @@ async def ask(http: httpx.AsyncClient, client: Client, tokens: int) -> Outcome:
     return Outcome(client, first, text)
 
 
-def clients(count: int, chance: random.Random) -> list[Client]:
+def drawn(count: int, chance: random.Random) -> list[Client]:
     found = []
     for n in range(count):
         leaves = chance.randrange(3) if chance.random() < 1 / 3 else None
@@ -144,21 +157,21 @@ def percentile(values: list[float], share: float) -> float:
     return statistics.quantiles(values, n=100)[round(100 * share) - 1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--waves", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--dtype", default="float32")
-    options = parser.parse_args()
-
+@app.command()
+def load(
+    clients: Annotated[int, typer.Option(help="of a wave")] = 200,
+    waves: Annotated[int, typer.Option(help="after the first one, which warms up")] = 3,
+    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 16,
+    dtype: Annotated[str, typer.Option(help="of the members")] = "float32",
+) -> None:
+    """Waves of clients, of which a third leave."""
     chance = random.Random(0)
-    with served(EnsembleConfig(demo_members(dtype=options.dtype))) as (address, process):
-        alone = {q: asyncio.run(wave(address, [Client(q, None, False)], options.tokens))[0].text for q in QUESTIONS}
+    with served(EnsembleConfig(demo_members(dtype=dtype))) as (address, process):
+        alone = {q: asyncio.run(wave(address, [Client(q, None, False)], tokens))[0].text for q in QUESTIONS}
         print(json.dumps({"before": kept(process)}))
-        for number in range(options.waves + 1):
-            asking, began = clients(options.clients, chance), time.monotonic()
-            outcomes = asyncio.run(wave(address, asking, options.tokens))
+        for number in range(waves + 1):
+            asking, began = drawn(clients, chance), time.monotonic()
+            outcomes = asyncio.run(wave(address, asking, tokens))
             stayed = [outcome for outcome in outcomes if outcome.text is not None]
             seconds = time.monotonic() - began
             idle(address)
@@ -176,5 +189,109 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
 
+# ── hostile clients ───────────────────────────────────────────────────────────────────────────────
+
+PATH = "/v1/chat/completions"
+
+
+def headers(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}", "Content-Type": "application/json"}
+
+
+def bad_bodies() -> list[bytes]:
+    """One of each kind."""
+    ask: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tell a story of the sea."}]}
+    letters = itertools.islice(itertools.product(string.ascii_letters, repeat=4), 200_000)
+    stops = ["~~" + "".join(letter) for letter in letters]
+    grammar = {"kind": "regex", "source": "[b-wy-z]{900}"}
+    bodies = [
+        {**ask, "stop": stops, "max_tokens": 60},
+        {**ask, "messages": [1] * 1_000_000},
+        {**ask, "grammar": grammar, "max_tokens": 1000, "n": 8, "timeout": 10},
+        {**ask, "messages": [{"role": "user", "content": "a"}] * 25_000},
+    ]
+    return [json.dumps(body, separators=(",", ":")).encode() for body in bodies]
+
+
+async def good(http: httpx.AsyncClient, number: int, end: float, tokens: int) -> list[float]:
+    """Seconds of each answer until the end."""
+    seconds: list[float] = []
+    for question in itertools.islice(itertools.cycle(QUESTIONS), number, None):
+        if time.monotonic() > end:
+            return seconds
+        began = time.monotonic()
+        turns = [{"role": "user", "content": question}]
+        body = {"model": "demo", "messages": turns, "max_tokens": tokens}
+        response = await http.post(PATH, json=body, headers=headers(f"good{number}"))
+        response.raise_for_status()
+        seconds.append(time.monotonic() - began)
+    return seconds
+
+
+async def bad(http: httpx.AsyncClient, number: int, end: float, bodies: list[bytes], statuses: Counter[str]) -> None:
+    """Sends every kind cyclically until the end."""
+    for body in itertools.islice(itertools.cycle(bodies), number, None):
+        if time.monotonic() > end:
+            return
+        try:
+            answer = await http.post(PATH, content=body, headers=headers(f"bad{number}"))
+            statuses[str(answer.status_code)] += 1
+        except httpx.TransportError as error:
+            statuses[type(error).__name__] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """How many clients of both kinds ask for how long, and the most tokens of a good one's answer."""
+
+    good: int
+    bad: int
+    seconds: float
+    tokens: int
+
+
+async def phase(address: str, crowd: Crowd, bodies: list[bytes]) -> dict[str, Any]:
+    """Good clients, and a bad one for each of so many as there are bodies."""
+    end, statuses = time.monotonic() + crowd.seconds, Counter[str]()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as http:
+        asking = [good(http, number, end, crowd.tokens) for number in range(crowd.good)]
+        spoiling = [bad(http, number, end, bodies, statuses) for number in range(crowd.bad if bodies else 0)]
+        found = await asyncio.gather(*asking, *spoiling)
+    seconds = [each for own in found[: crowd.good] for each in own or ()]
+    reported = {"answers": len(seconds), "p50 s": percentile(seconds, 0.5), "p95 s": percentile(seconds, 0.95)}
+    return {**reported, "bad ones were answered": dict(statuses)}
+
+
+@app.command()
+def hostile(
+    good_ones: Annotated[int, typer.Option("--good", help="good clients")] = 10,
+    bad_ones: Annotated[int, typer.Option("--bad", help="hostile clients")] = 5,
+    limit: Annotated[int, typer.Option(help="`max_answers` of a hostile client; 0 is none")] = 1,
+    seconds: Annotated[float, typer.Option(help="of each phase")] = 60,
+    tokens: Annotated[int, typer.Option(help="most tokens of a good client's answer")] = 16,
+) -> None:
+    """Waits of good clients without and with hostile ones."""
+    crowd = Crowd(good_ones, bad_ones, seconds, tokens)
+    limits = {"good": (good_ones, None), "bad": (bad_ones, limit or None)}
+    clients = {
+        f"{kind}{number}": ClientSettings(api_key_env=f"{kind}{number}", max_answers=most)
+        for kind, (count, most) in limits.items()
+        for number in range(count)
+    }
+    with served(EnsembleConfig(demo_members()), clients) as (address, process):
+        asyncio.run(phase(address, crowd, []))  # warm up
+        idle(address, headers("good0"))
+        before = kept(process)
+        without = asyncio.run(phase(address, crowd, []))
+        print(json.dumps({"without": without}), flush=True)
+        with_bad = asyncio.run(phase(address, crowd, bad_bodies()))
+        print(json.dumps({"with": with_bad}), flush=True)
+        idle(address, headers("good0"))
+        time.sleep(10)
+        ratio = with_bad["p95 s"] / without["p95 s"]
+        print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": kept(process)}))
+
+
 if __name__ == "__main__":
-    main()
+    app()

@@ -1,9 +1,14 @@
-"""Speed of the engine on the demo members, as ratios of things timed in the same run.
+"""Speed of the engine on the demo members: rounds, what speculation saves, and the time to the first words.
 
-    python benchmarks/engine.py [--tokens 64] [--repeats 3] [--json FILE]
+    python benchmarks/engine.py speed [--tokens 64] [--repeats 3] [--json FILE]
+    python benchmarks/engine.py speculation --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five]
+        [--json FILE]
+    python benchmarks/engine.py first-words --data DIR [--rows N] [--tokens N] [--member PATH]…
+
+`speed`: ratios of things timed in the same run.
 
 1. overhead   whole answer ÷ Σ members' own `generate` of the tokens that they drafted (64 and 1,000 prompt tokens),
-              with and without speculation (the prompt repeats itself, which flatters guesses: see `speculation.py`)
+              with and without speculation (the prompt repeats itself, which flatters guesses: see `speculation`)
 2. naive      cache-less reference rounds ÷ the same rounds by the engine (1,000 prompt tokens)
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
@@ -11,29 +16,58 @@
 The engine's own number format, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every
 member works in every round and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are
 sampled with a seed: members that repeat the filler would agree, and rounds in which all agree verify nothing.
+
+`speculation`: forward passes of each member a token of the answer, and seconds, on ÷ off, in one run. Kinds of work:
+open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and code to be
+edited (rows of this file). `--five`: the demo members and three copies of them with noise on their weights. Every
+request is asked of an engine without and of one with speculation, one at a time and then all at once; forward passes
+are the answers' (`MemberUsage.forwards`), so other work on the machine changes only seconds (by the clock, and of the
+processor). How many answers are the same is printed: in float32 all are; in half precision they may part, as batches
+round differently.
+
+`first-words`: how soon the first words of a lone answer come, by when its first segment is decided. The demo's pair and
+the given members answer open questions and passages, one at a time, in turns: with the defaults, with first segments
+that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Printed for each kind: median seconds
+to the first words and to the end, their ratio to "fast" over the same questions, and forward passes of all members.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
+from bench_members import forwards_a_token, noisy
 from figures import RESULTS, Figure, report
+from quality_rows import read_rows
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
-from specfuse_shared.events import EnsembleResult
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    MemberConfig,
+    Message,
+    SamplingParams,
+    demo_members,
+)
+from specfuse_shared.loading.gguf import cache_folder
 from specfuse_shared.members.local.member import LocalMember
 from tests.support.against_naive import local_members
 from tests.support.naive import naive_rounds
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 
@@ -142,14 +176,173 @@ def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
     return [r.timing.total for result in results for r in result.rounds[:-1] if r.verified]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=RESULTS / "engine.json")
-    options = parser.parse_args()
-    report("engine, demo members", Bench(options.tokens, options.repeats).run(), options.json)
+@app.command()
+def speed(
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
+    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 3,
+    out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "engine.json",
+) -> None:
+    """Rounds, overhead and contexts, as ratios."""
+    report("engine, demo members", Bench(tokens, repeats).run(), out)
+
+
+# ── speculation ───────────────────────────────────────────────────────────────────────────────────
+
+CODE = (
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+    "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop(0)\n",
+    "def read(path):\n    lines = []\n    with open(path) as file:\n        for line in file:\n"
+    "            lines.append(line.strip())\n    return lines\n",
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if number > best:\n"
+    "            best = number\n    return best\n",
+)
+AIMS = {"open": 0.8, "quote": 0.5, "summary": 0.8, "code": 0.5}
+"""Kinds of work, and the target for the share of forward passes that remain."""
+COPIES = ((0, 0.05), (1, 0.05), (1, 0.1))
+"""Member of the demo, and standard deviations of the noise."""
+
+
+def _requests(data: Path, kind: str, rows: int) -> list[str]:
+    if kind == "code":
+        return [f"Add a docstring to this code and repeat all of it.\n\n```python\n{code}```" for code in CODE[:rows]]
+    name = {"open": "open", "quote": "rag_en", "summary": "rag_en"}[kind]
+    found = [json.loads(line) for line in (data / f"{name}.jsonl").read_text("utf-8").splitlines()[:rows]]
+    if kind == "open":
+        return [row["prompt"] for row in found]
+    if kind == "summary":
+        return [f"Sum this text up in two sentences.\n\n{row['context']}" for row in found]
+    return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in found]
+
+
+def _answered(
+    engine: EnsembleEngine, asked: Sequence[str], params: SamplingParams, together: bool
+) -> list[EnsembleResult]:
+    if not together:
+        return [engine.generate(text, params) for text in asked]
+    found = engine.generate_batch(list(asked), params)
+    return [result for result in found if isinstance(result, EnsembleResult)]
+
+
+def _speculated(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[Figure]:
+    params, figures = SamplingParams(max_tokens=tokens), []
+    with (
+        EnsembleEngine(replace(config, speculation="off")) as off,
+        EnsembleEngine(replace(config, speculation="auto")) as auto,
+    ):
+        engines = {"off": off.load(), "auto": auto.load()}
+        for kind, aim in AIMS.items():
+            asked = _requests(data, kind, rows)
+            for together in (False, True):
+                found, seconds, busy = {}, {}, {}
+                for name, engine in engines.items():
+                    began, used_before = time.monotonic(), time.process_time()
+                    found[name] = _answered(engine, asked, params, together)
+                    seconds[name], busy[name] = time.monotonic() - began, time.process_time() - used_before
+                how = f"{kind}, {len(asked)} {'at once' if together else 'one by one'}"
+                ratio = forwards_a_token(found["auto"]) / forwards_a_token(found["off"])
+                used = [usage for result in found["auto"] for usage in result.usage.members.values()]
+                same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
+                plain, saved = found["off"], found["auto"]
+                names = plain[0].usage.members
+                each = ", ".join(
+                    f"{m} {forwards_a_token(plain, m):.2f} → {forwards_a_token(saved, m):.2f}" for m in names
+                )
+                detail = (
+                    f"{each}; guesses accepted "
+                    f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
+                    f"{same} of {len(asked)} answers equal"
+                )
+                figures.append(Figure(f"forward passes a token, {how}", ratio, aim, False, detail))
+                print(f"{how}: {ratio:.2f} ({detail})", flush=True)
+                for what, spent in (("seconds", seconds), ("processor seconds", busy)):
+                    reported = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"
+                    most = aim if together else 1.02
+                    figures.append(Figure(f"{what}, {how}", spent["auto"] / spent["off"], most, False, reported))
+                    print(f"    {what}: {figures[-1].ratio:.2f} ({reported})", flush=True)
+    return figures
+
+
+@app.command()
+def speculation(
+    data: Annotated[Path, typer.Option(help="folder of JSONL files")],
+    rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 4,
+    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 64,
+    dtype: Annotated[str, typer.Option(help="of the members")] = "bfloat16",
+    five: Annotated[bool, typer.Option("--five", help="with three noisy copies of the members")] = False,
+    out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "speculation.json",
+) -> None:
+    """Forward passes and seconds with speculation ÷ without."""
+    folder = cache_folder() / "weakened"
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = demo_members(dtype=dtype)
+    members = [*pair, *(noisy(pair[n], noise, folder) for n, noise in COPIES if five)]
+    config = EnsembleConfig(members, reuse_prefixes=False)
+    report("Speculation on ÷ off", _speculated(config, data, rows, tokens), out)
+
+
+# ── first words ───────────────────────────────────────────────────────────────────────────────────
+
+SETTINGS: Mapping[str, Mapping[str, float]] = {"the default": {}, "early_margin = 0": {"early_margin": 0}, "fast": {}}
+
+
+@app.command()
+def first_words(
+    data: Annotated[Path, typer.Option(help="folder of JSONL files")],
+    rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 12,
+    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 48,
+    member: Annotated[list[str], typer.Option(help="a further member")] = [],  # noqa: B006
+) -> None:
+    """The time to the first words, by when the first segment is decided."""
+    console = Console(width=110)
+    members = [*demo_members(), *(MemberConfig(name) for name in member)]
+    engines = {
+        name: EnsembleEngine(EnsembleConfig.preset("fast" if name == "fast" else "default", members, **settings)).load()
+        for name, settings in SETTINGS.items()
+    }
+    for kind in ("open", "rag"):
+        prompts = [question.prompt for question in read_rows(data, [kind], "choose", rows)]
+        params = SamplingParams(max_tokens=tokens)
+        for engine in engines.values():
+            engine.generate(prompts[-1], params)
+        found: dict[str, list[EnsembleResult]] = {name: [] for name in engines}
+        for prompt in prompts:
+            for name, engine in engines.items():
+                found[name].append(engine.generate(prompt, params))
+        console.print(_words_table(kind, found))
+    for engine in engines.values():
+        engine.close()
+
+
+def _words_table(kind: str, found: Mapping[str, Sequence[EnsembleResult]]) -> Table:
+    table = Table(title=f"{kind}: {len(found['fast'])} answers, one at a time", title_justify="left")
+    for head in ("setting", "first words", "÷ fast", "whole answer", "÷ fast", "forwards"):
+        table.add_column(head)
+    for name, results in found.items():
+        first, whole = _word_seconds(results)
+        fast_first, fast_whole = _word_seconds(found["fast"])
+        forwards = statistics.mean(sum(usage.forwards for usage in result.usage.members.values()) for result in results)
+        table.add_row(
+            name,
+            f"{statistics.median(first):.2f} s",
+            _ratio(first, fast_first),
+            f"{statistics.median(whole):.2f} s",
+            _ratio(whole, fast_whole),
+            f"{forwards:.1f}",
+        )
+    return table
+
+
+def _word_seconds(results: Sequence[EnsembleResult]) -> tuple[list[float], list[float]]:
+    """To the first words, and to the end."""
+    return [r.first_segment_seconds or r.total_seconds for r in results], [r.total_seconds for r in results]
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The median of each question's ratio."""
+    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.2f}"
 
 
 if __name__ == "__main__":
-    main()
+    app()

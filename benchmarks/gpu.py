@@ -1,6 +1,6 @@
-"""Speed of static execution on one GPU, with random weights at the shapes of real models: no download.
+"""Speed of static or paged execution on one GPU, with random weights at the shapes of real models: no download.
 
-    python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution static]
+    python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution paged]
                              [--compare-vllm URL] [--json FILE]
     python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
 
@@ -37,11 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpu_contexts
 import torch
-from bench_members import SEGMENT, engine_over, forwards_of, members, prompt, reported
+from bench_members import SEGMENT, engine_over, forwards_a_token, forwards_of, members, prompt, reported
 from figures import RESULTS, Figure, markdown, peak_bytes, report, write
-from speculation import forwards
 from vllm_peer import Peer
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEvent
@@ -50,6 +48,7 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.sizing import host_memory
+from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.static_runner import CAPTURE_AT
 
 CANDIDATES = 5
@@ -84,6 +83,9 @@ class Bench:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
         dtype = torch.float32 if tiny else torch.bfloat16
         self.members = list(members(tiny, device, dtype, execution, _SHARE_FOR_WEIGHTS * free))
+        for runner in (member.runner for member in self.members if member.runner.is_paged):
+            runner.open_arena(2 * sizes.contexts[-1] // PAGE)  # until an engine makes its own
+            runner.warm_up()
         self.facts += [(member.name, _described(member)) for member in self.members]
 
     def parts(self, peer: Peer | None) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
@@ -99,7 +101,7 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
-        yield from gpu_contexts.parts(self)
+        yield from context_parts(self)
 
     def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
         """All parts that begin within `minutes`, among those with one text in their names and without another;
@@ -282,7 +284,7 @@ class Bench:
             engine.generate_batch(asked, self.params())
         found: list[Any] = []
         spent = self.timed(lambda: found.extend(engine.generate_batch(asked, self.params())))
-        return sum(r.usage.completion_tokens for r in found) / spent, forwards(found)
+        return sum(r.usage.completion_tokens for r in found) / spent, forwards_a_token(found)
 
     # ── tools ────────────────────────────────────────────────────────────────────────────────────
 
@@ -334,10 +336,56 @@ def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
     events.close()  # type: ignore[attr-defined]
 
 
+# ── longer contexts ───────────────────────────────────────────────────────────────────────────────
+
+WARMED_TOKENS = 8192
+"""Longer prompts, all together, are not read twice: their steps were captured before."""
+
+
+def context_parts(bench: Bench) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
+    """For each context that some members reach: decoding first, then few answers before many."""
+    for size in bench.sizes.contexts:
+        if some := _within(bench, size):
+            yield f"context {size}: decode", lambda n=size, m=some: _context_decode(bench, m, n)  # type: ignore[misc]
+    for count in bench.sizes.at_once:
+        for size in bench.sizes.contexts:
+            if some := _within(bench, size):
+                name = f"context {size}: {count} at once"
+                yield name, lambda n=size, c=count, m=some: _context_answers(bench, m, n, c)  # type: ignore[misc]
+
+
+def _within(bench: Bench, size: int) -> list[LocalMember]:
+    """Members whose context holds a prompt of `size` tokens and an answer."""
+    needed = size + 2 * bench.sizes.tokens
+    return [member for member in bench.members if member.context_limit is None or member.context_limit >= needed]
+
+
+def _context_decode(bench: Bench, some: Sequence[LocalMember], size: int) -> list[Figure]:
+    """Milliseconds a token of plain decoding of each member after a prompt of `size` tokens."""
+    for member in some:
+        step = bench.step_seconds(member, size, repeats=2)
+        bench.facts.append((f"context {size}: decode, {member.name}", f"{1e3 * step:.2f} ms a token"))
+    return []
+
+
+def _context_answers(bench: Bench, some: Sequence[LocalMember], size: int, count: int) -> list[Figure]:
+    """Tokens a second of `count` answers, the reading of their prompts included."""
+    said = []
+    for way in ("off", "auto"):
+        with bench.engine(some, way) as engine:
+            rate, needed = bench.rate(engine, some, size, count, warm=size * count <= WARMED_TOKENS)
+            said.append(f"{rate:.1f} tokens/s and {needed:.2f} forward passes a token with speculation {way}")
+    bench.facts.append((f"context {size}: {count} at once, {len(some)} members", "; ".join(said)))
+    return []
+
+
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--execution", choices=["static", "dynamic"], default="static")
+    parser.add_argument("--execution", choices=["static", "paged", "dynamic"], default="static")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--minutes", type=float, default=6, help="no part begins later")
     parser.add_argument(

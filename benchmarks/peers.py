@@ -1,44 +1,93 @@
-"""One member of our engine compared with other decoders of its model: the library's `generate`, and a vLLM server.
+"""Members compared with other engines: the library's `generate`, vLLM, llama.cpp, and Ray.
 
-    python benchmarks/peers.py [--vllm URL] [--tokens 48] [--repeats 3] [--threads N] [--json FILE]
+    python benchmarks/peers.py alone [--vllm URL] [--tokens 48] [--repeats 3] [--threads N] [--json FILE]
+    python benchmarks/peers.py gguf FILE FILE… [--data FOLDER] [--rows 4] [--tokens 48] [--threads 1]
+        [--cache-tokens N] [--json FILE]
+    python benchmarks/peers.py server --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--candidates 2]
+        [--prompts]
+    python benchmarks/peers.py ray FOLDER FOLDER [--answers 6] [--tokens 120]
 
-SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at once,
-all alternately in one run, so that other work on the machine affects all. The engine fuses nothing here: one member
-decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is (Q4_1),
-compared with that library itself. The server has to serve the same converted weights (`--print-folder` prints their
-folder).
+`alone`: one member of our engine compared with other decoders of its model: the library's `generate`, and a vLLM
+server. SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
+once, all alternately in one run, so that other work on the machine affects all. The engine fuses nothing here: one
+member decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is
+(Q4_1), compared with that library itself. The server has to serve the same converted weights (`--print-folder` prints
+their folder).
+
+`gguf`: ensembles of GGUF files, members on llama.cpp compared with the same files on transformers. Each member alone,
+then all of them, greedy, one open question (FOLDER/open.jsonl, or questions of this file) after the other, answers of
+forced length. Each engine has a separate process, and tokens a second are of the processor's time, so that other work
+on the machine changes little. Memory is the most that the process has grown by since its libraries were imported, read
+after each answer. On llama.cpp, fused answers are compared with the time that their members need for the tokens that
+they drafted, each alone and without guesses. Files that do not fit on transformers are left out.
+
+`server`: the cost of a member on a vLLM server, by each of the ways that one server offers. Each round drafts five
+tokens and judges candidates of five after a context that has grown by a segment: at the token endpoint, by prefixes
+after the cache (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. At the token endpoint the draft's own
+candidate is known with the draft, so that one is also left out. Then answers under a JSON schema are drafted with as
+few requests as the server allows, and with one a token. All ways alternate on one server, which needs
+--enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
+
+`ray`: the cost of a round with all members on nodes of a Ray cluster, compared with the same members in this process.
+Starts a cluster with a node for each member on this machine; answers alternate, so that both see the same machine.
+Needs a core for each member and one to coordinate: with fewer, the measurement shows how cores are shared.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import torch
+import typer
 from figures import RESULTS, Figure, report
-from transformers import AutoModelForCausalLM
 from vllm_peer import Peer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from specfuse_shared.loading.gguf import converted
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    Grammar,
+    MemberConfig,
+    Message,
+    PlacementError,
+    SamplingParams,
+    demo_members,
+)
+from specfuse_shared.events import FinishEvent, SegmentEvent
 from specfuse_shared.loading.planning import has_llama_cpp
-from tests.support.against_naive import local_members
+from specfuse_shared.members.server.member import ServerMember
+from specfuse_shared.members.server.session import ServerSession
+from specfuse_shared.members.server.vllm import CompletionsEndpoint, Continuation, ScoredLine, ServerClient
+from specfuse_shared.members.stages import Commit, Draft, Drafted, Op
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 
 if TYPE_CHECKING:
     from llama_peer import LlamaPeer
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 QUESTIONS = [f"Describe entry {n} of the observatory's log: its moon, its wind and its visitors." for n in range(8)]
 
 
 class Peers:
     def __init__(self, folder: Path, file: Path, tokens: int, url: str | None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from tests.support.against_naive import local_members
+
         member = MemberConfig(str(folder), name="smollm2", dtype="bfloat16", device="cpu")
         self.engine = EnsembleEngine(EnsembleConfig([member], reuse_prefixes=False)).load()
         self.local, self.tokens = local_members(self.engine)[0], tokens
@@ -94,28 +143,376 @@ class Peers:
         return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", metavar="URL", help="of a running vLLM server with the same model")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--print-folder", action="store_true", help="print the folder of the weights and end")
-    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
-    parser.add_argument("--threads", type=int, help="of this process, else as many as torch takes")
-    options = parser.parse_args()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+@app.command()
+def alone(
+    vllm: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM server with the same model")] = None,
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 48,
+    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 3,
+    print_folder: Annotated[bool, typer.Option("--print-folder", help="print the weights' folder and end")] = False,
+    out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "peers.json",
+    threads: Annotated[int | None, typer.Option(help="of this process, else as many as torch takes")] = None,
+) -> None:
+    """One member ÷ `generate`, vLLM and llama.cpp."""
+    from specfuse_shared.loading.gguf import converted
+
+    if threads is not None:
+        torch.set_num_threads(threads)
     [smollm2] = [member for member in demo_members() if "smollm2" in member.label]
     folder = converted(Path(smollm2.model), None, lambda stage: None)
-    if options.print_folder:
+    if print_folder:
         print(folder)
         return
-    peers = Peers(folder, Path(smollm2.model), options.tokens, options.vllm)
-    figures = peers.run(options.repeats)
+    peers = Peers(folder, Path(smollm2.model), tokens, vllm)
+    figures = peers.run(repeats)
     facts = [("vLLM", "not asked" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
-    report("one member compared with other engines, SmolLM2-135M, bf16", figures, options.json, facts)
+    report("one member compared with other engines, SmolLM2-135M, bf16", figures, out, facts)
     peers.engine.close()
 
 
+# ── ensembles of GGUF files ───────────────────────────────────────────────────────────────────────
+
+OPEN_SUBJECTS = ("the tide", "honey", "a lighthouse", "iron")
+OPEN_QUESTIONS = tuple(f"Say a few things about {subject}." for subject in OPEN_SUBJECTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The results of one process."""
+
+    files: tuple[str, ...]
+    backend: str
+    speculation: str
+    questions: tuple[str, ...]
+    tokens: int
+    threads: int
+    cache_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`tokens` of the reference member; `drafted` by each; seconds of the processor and to the first words; MiB."""
+
+    tokens: int
+    drafted: tuple[int, ...]
+    busy: float
+    seconds: float
+    first: float
+    memory: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the processor's time."""
+        return self.tokens / self.busy
+
+
+def members_of(task: Task) -> list[MemberConfig]:
+    settings: dict[str, Any] = {"backend": task.backend, "device": "cpu"}
+    if task.backend == "transformers":
+        settings["dtype"] = "bfloat16"
+    else:
+        settings["cache_tokens"] = task.cache_tokens
+    return [MemberConfig(file, **settings) for file in task.files]
+
+
+def measure_fused(task: Task) -> Measured:
+    """In this process, which answers one question first that does not count."""
+    torch.set_num_threads(task.threads)
+    process, params = psutil.Process(), SamplingParams(max_tokens=task.tokens, ignore_eos=True)
+    before, held = process.memory_info().rss, 0
+    config = EnsembleConfig(
+        members_of(task),
+        speculation=task.speculation,
+        reuse_prefixes=False,
+        repetition_guard=False,
+        cache_bytes=1 << 30,
+    )
+    with EnsembleEngine(config) as engine:
+        engine.generate("What is a comet?", params)
+        began, used, firsts, results = time.monotonic(), time.process_time(), list[float](), list[EnsembleResult]()
+        for question in task.questions:
+            asked = time.process_time()
+            for event in engine.stream(question, params):
+                if isinstance(event, SegmentEvent) and len(firsts) == len(results):
+                    firsts.append(time.process_time() - asked)
+                if isinstance(event, FinishEvent):
+                    results.append(event.result)
+            held = max(held, process.memory_info().rss)
+        busy, seconds = time.process_time() - used, time.monotonic() - began
+    drafted = [sum(r.usage.members[name].drafted for r in results) for name in config.names]
+    tokens = sum(result.usage.completion_tokens for result in results)
+    return Measured(tokens, tuple(drafted), busy, seconds, sum(firsts) / len(firsts), (held - before) / 2**20)
+
+
+def apart(task: Task) -> Measured | None:
+    """In another process; None where memory does not hold it."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        try:
+            return pool.apply(measure_fused, (task,))
+        except PlacementError as error:
+            print(error)
+            return None
+
+
+def compared(files: Sequence[str], here: Measured, there: Measured | None) -> list[Figure]:
+    """Members on llama.cpp and, if memory holds them, on transformers."""
+    if there is None:
+        return []
+    name = " + ".join(Path(file).stem[:20] for file in files)
+    return [
+        Figure(f"{name}: tokens a second", here.rate / there.rate, 2, True, f"{here.rate:.1f} ÷ {there.rate:.1f}"),
+        Figure(
+            f"{name}: seconds to the first words",
+            here.first / there.first,
+            1,
+            False,
+            f"{here.first:.2f} ÷ {there.first:.2f}",
+        ),
+        Figure(f"{name}: MiB", here.memory / there.memory, 0.4, False, f"{here.memory:.0f} ÷ {there.memory:.0f}"),
+    ]
+
+
+@app.command()
+def gguf(
+    named: Annotated[
+        list[str], typer.Argument(metavar="FILE…", help="GGUF files; ensembles are the first 2, 3, … of them")
+    ],
+    data: Annotated[Path | None, typer.Option(help="folder of open.jsonl")] = None,
+    rows: Annotated[int, typer.Option(help="questions")] = len(OPEN_QUESTIONS),
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 48,
+    threads: Annotated[int, typer.Option(help="of each process")] = 1,
+    cache_tokens: Annotated[int | None, typer.Option(help="of each member on llama.cpp")] = None,
+    out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "gguf_ensembles.json",
+) -> None:
+    """Ensembles of GGUF files on llama.cpp ÷ the same on transformers."""
+    asked = OPEN_QUESTIONS[:rows]
+    if data is not None:
+        lines = (data / "open.jsonl").read_text("utf-8").splitlines()[:rows]
+        asked = tuple(json.loads(line)["prompt"] for line in lines)
+    ensembles = [named[:count] for count in range(2, len(named) + 1)]
+    figures: list[Figure] = []
+    plain: dict[str, Measured] = {}
+
+    def run(files: Sequence[str], backend: str, speculation: str = "auto") -> Measured | None:
+        found = apart(Task(tuple(files), backend, speculation, asked, tokens, threads, cache_tokens))
+        print(backend, speculation, *(Path(file).stem for file in files), found, flush=True)
+        return found
+
+    def here(files: Sequence[str], speculation: str = "auto") -> Measured:
+        found = run(files, "llama.cpp", speculation)
+        if found is None:
+            raise SystemExit("llama.cpp has no memory for these members")
+        return found
+
+    for file in named:
+        plain[file] = here([file], "off")
+        figures += compared([file], here([file]), run([file], "transformers"))
+    for files in ensembles:
+        fused = here(files)
+        figures += compared(files, fused, run(files, "transformers"))
+        own = [drafted / plain[file].rate for file, drafted in zip(files, fused.drafted, strict=True)]
+        detail = f"{fused.busy:.1f} s ÷ " + " + ".join(f"{seconds:.1f} s" for seconds in own)
+        name = f"{len(files)} members: fused ÷ own decoding of the same tokens"
+        figures.append(Figure(name, fused.busy / sum(own), 0.75, False, detail))
+    sizes = [(Path(file).stem, f"{Path(file).stat().st_size:,} bytes") for file in named]
+    report("ensembles of GGUF files, llama.cpp ÷ transformers in bf16", figures, out, sizes)
+
+
+# ── a vLLM server ─────────────────────────────────────────────────────────────────────────────────
+
+KEY_ENV = "SPECFUSE_SERVER_KEY"
+SEGMENT = 5
+SCHEMA = {
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "purpose": {"type": "string", "maxLength": 80},
+        "sails": {"type": "integer"},
+        "old": {"type": "boolean"},
+    },
+    "required": ["name", "purpose", "sails", "old"],
+}
+FILLER = "The harbour master counts the boats, writes down their names and looks at the sea again. "
+SUBJECTS = (
+    "a ship",
+    "a fishing boat",
+    "a ferry",
+    "a lighthouse tender",
+    "a rowing boat",
+    "a tug",
+    "a barge",
+    "a yacht",
+)
+
+Way = Callable[[list[ScoredLine]], Awaitable[Any]]
+
+
+def ways_of(member: ServerMember, client: ServerClient, prompts: bool) -> dict[str, Way]:
+    """How lines may be judged there."""
+    text, model = CompletionsEndpoint(client), member.dialect.model
+    ways: dict[str, Way] = {"prefixes": lambda lines: text.by_prefixes(model, lines)}
+    if prompts:
+        ways["prompt_logprobs"] = lambda lines: text.by_prompts(model, lines)
+    if member.dialect.verification == "tokens":
+        ways |= {"tokens": member.dialect.judged, "tokens, own known": lambda lines: member.dialect.judged(lines[1:])}
+    return ways
+
+
+async def measure_server(
+    member: ServerMember, ways: Mapping[str, Way], tokens: int, rounds: int, candidates: int
+) -> dict[str, list[float]]:
+    """Seconds of each round's draft, and of its verification by each way."""
+    codec, dialect = member.text.codec, member.dialect
+    ids = tuple(codec.encode(FILLER * (tokens // 10))[:tokens])
+    seconds: dict[str, list[float]] = {"draft": [], **{way: [] for way in ways}}
+    for number in range(rounds):
+        began = time.perf_counter()
+        draft = (await dialect.continued(Continuation(ids, SEGMENT, SamplingParams(), 0, member.stop_ids))).ids
+        seconds["draft"].append(time.perf_counter() - began)
+        order = list(ways)
+        for turn, way in enumerate(order[number % len(order) :] + order[: number % len(order)]):
+            # other candidates each time, since the cache would know them
+            starts = [(7 * number + 31 * turn + 101 * n) % (tokens - SEGMENT) for n in range(1, candidates)]
+            others = [ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids) for start in starts]
+            began = time.perf_counter()
+            await ways[way]([ScoredLine(ids, tuple(draft)), *others])
+            seconds[way].append(time.perf_counter() - began)
+        ids += tuple(draft)
+    return seconds
+
+
+async def drafted(member: ServerMember, subject: str, context: int) -> tuple[float, int]:
+    """Seconds of all drafts of an answer under the schema after `context` tokens, and how many it drafted."""
+    params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA))
+    asked = f"{FILLER * (context // 20)}Describe {subject} in that harbour, as JSON."
+    prompt = member.text.encode_prompt([Message("user", asked)])
+    session = member.open(prompt, params, seed=0)
+    constraint = AnswerConstraint(Grammar.json_schema(SCHEMA), member.text.codec, params.max_tokens)
+    await session.prefill()
+    seconds, tokens, over, number = 0.0, 0, False, 0
+    while not over:
+        text = constraint.forced()
+        if not text:
+            began = time.perf_counter()
+            draft = await stage_of(session, Draft(SEGMENT, number))
+            seconds += time.perf_counter() - began
+            assert isinstance(draft, Drafted)
+            tokens += draft.tokens
+            admitted = constraint.admit(draft.text, draft.ends)
+            text, over = admitted.text, admitted.ends or admitted.reason is not None
+        over = over or constraint.accepts(text)
+        constraint.commit(text)
+        await stage_of(session, Commit(text))
+        number += 1
+    return seconds, tokens
+
+
+async def stage_of(session: ServerSession, op: Op) -> Any:
+    return await session.stage(op)
+
+
+async def under_a_schema(member: ServerMember, context: int, answers: int, asked: list[int]) -> dict[str, list[float]]:
+    """Milliseconds and requests of each drafted token, a row an answer: with grammars at the server, and without."""
+    rows: dict[str, list[float]] = {"few": [], "few, requests": [], "each": [], "each, requests": []}
+    for number, subject in enumerate(SUBJECTS[:answers]):
+        for way in ("few", "each") if number % 2 else ("each", "few"):
+            member.dialect.takes_grammars, before = way == "few", asked[0]
+            seconds, tokens = await drafted(member, subject, context)
+            rows[way].append(1e3 * seconds / tokens)
+            rows[f"{way}, requests"].append((asked[0] - before) / tokens)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line names: `prompts` is verification by `prompt_logprobs`, too."""
+
+    model: str
+    server: str
+    tokens: int
+    rounds: int
+    candidates: int
+    prompts: bool
+    answers: int
+
+
+async def ask_server(options: Asked) -> None:
+    key = KEY_ENV if os.environ.get(KEY_ENV) else None
+    config = MemberConfig(options.model, server=options.server, api_key_env=key, server_timeout=600.0)
+    member, asked = ServerMember(config), [0]
+
+    def count(member: str, answers: int, seconds: float, steps: int = 1) -> None:
+        asked[0] += 1
+
+    await member.connect(count)
+    client = ServerClient(str(config.server), os.environ.get(KEY_ENV), timeout=config.server_timeout)
+    ways = ways_of(member, client, options.prompts)
+    seconds = await measure_server(member, ways, options.tokens, options.rounds, options.candidates)
+    shown = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+    for name, value in shown.items():
+        print(f"{name:<18} {1e3 * value:8.1f} ms (median of {options.rounds - 1} rounds)")
+    for name in list(shown)[1:]:
+        times, whole = (
+            shown["prefixes"] / shown[name],
+            (shown["draft"] + shown["prefixes"]) / (shown["draft"] + shown[name]),
+        )
+        print(f"{name:<18} {times:8.2f} × the speed of prefixes; a whole round {whole:.2f} ×")
+    if member.dialect.takes_grammars:
+        found = await under_a_schema(member, options.tokens, options.answers, asked)
+        rows = {name: statistics.median(values) for name, values in found.items()}
+        for way in ("few", "each"):
+            print(f"schema, {way:<10} {rows[way]:8.1f} ms and {rows[f'{way}, requests']:.2f} requests a token")
+        print(f"schema             {rows['each'] / rows['few']:8.2f} × cheaper")
+    await client.close()
+    await member.close()
+
+
+@app.command()
+def server(
+    model: Annotated[str, typer.Argument(help="hub id or folder of the tokenizer, and the server's name of the model")],
+    address: Annotated[str, typer.Option("--server", metavar="URL", help="of the vLLM server")],
+    tokens: Annotated[int, typer.Option(help="of the context")] = 1000,
+    rounds: Annotated[int, typer.Option(help="of which the first does not count")] = 10,
+    candidates: Annotated[int, typer.Option(help="of a round")] = 2,
+    prompts: Annotated[bool, typer.Option("--prompts", help="also by prompt_logprobs, which takes long")] = False,
+    answers: Annotated[int, typer.Option(help="answers under a schema each way, at most 8")] = 6,
+) -> None:
+    """A member behind vLLM, by each way of verification, and under a schema."""
+    asyncio.run(ask_server(Asked(model, address, tokens, rounds, candidates, prompts, answers)))
+
+
+# ── Ray ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def round_seconds(engine: EnsembleEngine, number: int, tokens: int) -> list[float]:
+    """Seconds of each round of an answer."""
+    result = engine.generate(f"Say much {number}.", SamplingParams(max_tokens=tokens, ignore_eos=True))
+    return [r.timing.total for r in result.rounds]
+
+
+@app.command("ray")
+def on_ray(
+    folders: Annotated[list[str], typer.Argument(metavar="FOLDER…", help="of the members")],
+    answers: Annotated[int, typer.Option(help="of both ways each")] = 6,
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 120,
+) -> None:
+    """Rounds with members on Ray, beside rounds in one process."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in folders:
+        cluster.add_node(num_cpus=1)
+    here = EnsembleConfig([MemberConfig(folder) for folder in folders], exit="never")
+    there = replace(here, runtime="ray", ray_address=cluster.address)
+    found: list[list[float]] = [[], []]
+    with EnsembleEngine(here) as local, EnsembleEngine(there) as distant:
+        for number in range(answers):
+            for seconds, engine in zip(found, (local, distant), strict=True):
+                seconds += round_seconds(engine, number, tokens)
+    ray.shutdown()
+    cluster.shutdown()
+    for name, seconds in zip(("in this process", "on Ray"), found, strict=True):
+        print(f"{name:<16} {1e3 * statistics.median(seconds):8.1f} ms a round (median of {len(seconds)})")
+
+
 if __name__ == "__main__":
-    main()
+    app()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from metrics import STRETCH, coherence, cosines
 from numpy.typing import NDArray
+from quality import STRETCH, coherence, cosines
 
 
 def test_meaning_is_that_of_the_nearest_reference() -> None:

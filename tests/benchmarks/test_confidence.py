@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from confidence import agreements, auroc, interval, kept, table_of
+from predictions import agreements, auroc, interval, kept, table_of
 
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.comparing import Answer, Question

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
-from ballots import SEGMENT, Ballot, Claim, Collector, collector, is_own
-from elections import POLICIES, _decided, rules_for
-from rules import Lottery, Override, StretchWithoutEnd
+from elections import POLICIES, SEGMENT, Ballot, Claim, Collector, _decided, collector, is_own, rules_for
+from variants import Lottery, Override, StretchWithoutEnd
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine
 from specfuse_shared.comparing import Question

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import applications
 import numpy as np
 import pytest
 import quality
 import quality_rows
-import quality_table
-import questions
 import variants
 from numpy.typing import NDArray
 from typer import BadParameter
@@ -88,11 +87,11 @@ def test_a_table_has_every_column_against_its_best_member(
     answered(BARS[2], {"open": "no idea", "rag": "green"})
     answered("default", {"open": "the sea " * 8, "rag": "red"})
     request = quality_rows.read_rows(data, ["open", "rag"], "all")
-    whole: dict[str, Any] = {name: quality_table.measured(name, request, encode) for name in (*BARS, "default")}
-    rivals = quality_table.rivals_of(whole, "best")
+    whole: dict[str, Any] = {name: quality.measured(name, request, encode) for name in (*BARS, "default")}
+    rivals = quality.rivals_of(whole, "best")
     best = {"open: rougeL": BARS[0], "open: cosine": BARS[0], "rag: f1": BARS[1], "rag: contains": BARS[1]}
     assert rivals == {column: dict.fromkeys(whole, rival) for column, rival in best.items()}
-    assert set(quality_table.rivals_of(whole, "default")["rag: f1"].values()) == {"default"}
+    assert set(quality.rivals_of(whole, "default")["rag: f1"].values()) == {"default"}
     assert {c: whole["default"]["columns"][c]["mean"] for c in ("open: cosine", "rag: f1", "rag: contains")} == {
         "open: cosine": 100.0,
         "rag: f1": 100.0,
@@ -105,13 +104,13 @@ def test_a_table_has_every_column_against_its_best_member(
         for column, rival in best.items():
             other = whole[rival]["columns"][column]["each"]
             facts["columns"][column]["difference"] = difference(facts["columns"][column]["each"], other)
-    quality_table.show(whole, rivals, "title", plain=True)
+    quality.show(whole, rivals, "title", plain=True)
     head, _, *lines = capsys.readouterr().out.strip().splitlines()
     cells = dict(zip(head.split(" | "), lines[-1].split(" | "), strict=True))
     assert cells["words"] == "16, 1"
     assert cells["words ÷ members'"] == f"{16 / 1.5:.2f}, {1 / 4:.2f}"
     assert cells["circles %"] == "100, 0"
-    assert quality_table.measured("specfuse", request, encode) is None, "nothing is answered yet"
+    assert quality.measured("specfuse", request, encode) is None, "nothing is answered yet"
 
 
 def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
@@ -138,7 +137,7 @@ def test_each_table_states_the_smallest_visible_difference() -> None:
         return {"columns": {"open: rougeL": {"each": each, "difference": difference(each, [0.0] * 40)}}}
 
     noisy = [float(5 * (n % 2)) for n in range(40)]
-    [line] = quality_table.seen(
+    [line] = quality.seen(
         {BARS[0]: facts([0.0] * 40), "default": facts(noisy)},
         {"open: rougeL": dict.fromkeys((BARS[0], "default"), BARS[0])},
     )
@@ -149,7 +148,7 @@ def test_with_further_members_each_ensemble_is_compared_with_its_own_best(
     data: Path, answered: Callable[[str, dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "VARIANTS", dict(VARIANTS))
-    monkeypatch.setattr(quality_table, "VARIANTS", variants.VARIANTS)
+    monkeypatch.setattr(quality, "VARIANTS", variants.VARIANTS)
     variants.with_further(["some/large"])
     both = f"{SMOL.label}+large"
     assert [m.label for m in variants.VARIANTS[both].members()] == [SMOL.label, "large"]
@@ -159,8 +158,8 @@ def test_with_further_members_each_ensemble_is_compared_with_its_own_best(
     for name, text in texts.items():
         answered(name, {"rag": text})
     request = quality_rows.read_rows(data, ["rag"], "all")
-    whole: dict[str, Any] = {name: quality_table.measured(name, request) for name in texts}
-    rivals = quality_table.rivals_of(whole, "best")["rag: f1"]
+    whole: dict[str, Any] = {name: quality.measured(name, request) for name in texts}
+    rivals = quality.rivals_of(whole, "best")["rag: f1"]
     assert rivals == {BARS[0]: BARS[1], BARS[1]: BARS[1], "default": BARS[1], "large": "large", both: "large"}
 
 
@@ -208,7 +207,7 @@ def test_a_long_answer_is_cut_and_the_text_above_the_answers_stays(
 
 def test_twenty_questions_are_graded_by_their_whole_answers() -> None:
     long = "It is, as far as the documents of the observatory say so, blackcurrant."
-    page = questions.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
+    page = applications.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
     output = "- **What is it?** It is, as far as the documents of the observatory …"
     assert page.endswith(f"\n\n{output}\n{output} *Wrong.*\n")
     assert "1 of 2 answers contain the fact" in page

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from suggested import app, correlations, outcomes_of, rank_correlation
+from predictions import app, correlations, outcomes_of, rank_correlation
 from typer.testing import CliRunner
 
 from specfuse_shared.comparing import ENSEMBLE
@@ -43,7 +43,7 @@ def test_predictions_are_listed_with_gains(tmp_path: Path) -> None:
     assert correlations(outcomes)["predicted"] == pytest.approx(1.0)
     for n, run in enumerate(runs):
         (tmp_path / f"{n}.json").write_text(json.dumps(run))
-    printed = CliRunner().invoke(app, [str(tmp_path / f"{n}.json") for n in range(4)])
+    printed = CliRunner().invoke(app, ["suggested", *(str(tmp_path / f"{n}.json") for n in range(4))])
     assert printed.exit_code == 0
     assert "one + two" in printed.output
     assert "every group, 4 ensembles: rank correlation with the gain: predicted +1.00" in printed.output

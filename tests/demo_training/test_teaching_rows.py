@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import quality_rows
-from agents import NEEDED, NOT_NEEDED, TOOLS
+from applications import NEEDED, NOT_NEEDED, TOOLS
 from teaching_rows import BRIEFLY, FRAMES, PLAINLY, SENTENCE, TALK, TASK_FIRST, notes, tools
 from teaching_rows import TOOLS as TAUGHT
 from train_demo_adapter import PLEAS, read_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from soak import KINDS, Report, Tenth, soak
+from serving import KINDS, Report, Tenth, soak
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.serving.admission import release

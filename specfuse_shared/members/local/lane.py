@@ -240,6 +240,8 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) ->
     paged = [member for member in members if isinstance(member, LocalMember) and member.runner.is_paged]
     for device, alike in groupby(paged, key=lambda member: next(iter(member.devices))):
         here = list(alike)
+        for member in here:
+            member.runner.open_arena(2)  # what an earlier lane made is free then
         reserved = sum(member.runner.reserve_bytes for member in here)
         room = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
         tokens = max(0, int(_SHARE_OF_PAGES * room)) // sum(member.bytes_per_token for member in here)

@@ -1,12 +1,15 @@
-"""Does low agreement of members tell wrong answers from right ones? AUROC of what the rounds say, beside the members'
-own mean log p.
+"""Does agreement tell right answers from wrong ones, and do members alone tell what their ensemble gains?
 
-    python benchmarks/confidence.py FILE.jsonl… [--rows N] [--member MODEL]… [--only-agreement] [--out FILE]
-    python benchmarks/confidence.py FILE.jsonl… --run compare.jsonl [--member MODEL]… [--config FILE]
+    python benchmarks/predictions.py confidence FILE.jsonl… [--rows N] [--member MODEL]… [--only-agreement] [--out FILE]
+    python benchmarks/predictions.py confidence FILE.jsonl… --run compare.jsonl [--member MODEL]… [--config FILE]
 
-Files have the names of the quality benchmark (`quality_rows.TASKS`: squad, nq_open, gsm8k, arc_challenge, rag_en);
-others hold questions on passages (`id, task "rag", prompt, references, context`), a row a line. An answer is right
-if it holds a reference, ends with the right number or is the right letter. Greedy, as many tokens as there.
+    specfuse-llm compare --members A --members B --questions FILE --run A-B.jsonl --json > A-B.json    # each pair
+    python benchmarks/predictions.py suggested A-B.json A-C.json …
+
+`confidence`: AUROC of what the rounds say, beside the members' own mean log p. Files have the names of the quality
+benchmark (`quality_rows.TASKS`: squad, nq_open, gsm8k, arc_challenge, rag_en); others hold questions on passages
+(`id, task "rag", prompt, references, context`), a row a line. An answer is right if it holds a reference, ends with the
+right number or is the right letter. Greedy, as many tokens as there.
 
 From the rounds, without another forward: the agreement over all characters; its lowest place; that of the number or
 name on which members agree least; for numbers, that of the last one. A member's mean log p of the ensemble's answer is
@@ -16,6 +19,11 @@ number than a wrong one (one half: it tells nothing), with its bootstrap interva
 With `--run`, nobody is asked: the answers are those that `specfuse-llm compare --questions FILE --run compare.jsonl`
 kept. Instead of log p there are two rivals: how many words the members' answers alone have in common, and, with
 `--equal-compute`, the share of a member's samples that say what the ensemble says.
+
+`suggested`: Spearman's rank correlation over runs of `compare`, each in a file. Told, for each column of it by the
+metric that counts: the gap of the members, what was predicted, and what the ensemble gained to its best member; then
+how well the order of the predictions, of the gaps and of what only others know agrees with the order of the gains.
+Columns of one set of questions are correlated by themselves, too.
 """
 
 from __future__ import annotations
@@ -24,9 +32,12 @@ import json
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,14 +46,17 @@ import typer
 from quality_rows import BUDGET, TASKS, question
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import spearmanr
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.cli.setup import chosen_ensemble
-from specfuse_shared.comparing import Answer, Question, read_questions
+from specfuse_shared.comparing import ENSEMBLE, Answer, Question, read_questions
 from specfuse_shared.comparing.metrics import final_answer, score
 from specfuse_shared.comparing.run.run_file import RunFile, answer_key, sample_key
 from specfuse_shared.comparing.run.sampling import MOST_SAMPLES, TEMPERATURE
 from specfuse_shared.comparing.scores import agreement_of
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 MORE = 16
 """Tokens that a dictated answer may take beyond its own in another member's encoding."""
@@ -192,7 +206,8 @@ def measured_before(run: RunFile, config: EnsembleConfig, files: Sequence[Path])
         yield f"{file.stem}: {len(found)} rows, {right} answered right", [each for each in lines if each["rows"]]
 
 
-def main(
+@app.command()
+def confidence(
     files: Annotated[list[Path], typer.Argument(help="rows")],
     rows: Annotated[int, typer.Option(help="the first so many of each file")] = 200,
     member: Annotated[list[str] | None, typer.Option(help="a model; the demo's members without any")] = None,
@@ -203,6 +218,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file")] = None,
     together: Annotated[int, typer.Option(help="rows at a time")] = 8,
 ) -> None:
+    """AUROC of the agreement of members, and of their log p."""
     told, ensemble = {}, chosen_ensemble(member, config)
     with ExitStack() as stack:
         if run is not None:
@@ -217,5 +233,78 @@ def main(
                 out.write_text(json.dumps(told, indent=1) + "\n")
 
 
+# ── suggested ensembles ───────────────────────────────────────────────────────────────────────────
+
+FEWEST = 4
+"""Ensembles whose order says anything: three agree by chance once in six times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was predicted of an ensemble on a group of questions, and what it gained, in points."""
+
+    group: str
+    members: str
+    rows: int
+    gap: float
+    added: float
+    predicted: float
+    gained: float
+
+
+def outcomes_of(comparison: dict[str, Any]) -> list[Outcome]:
+    """Of what `compare --json` printed: its groups of questions by the metric that counts, and all together."""
+    mains: dict[str, dict[str, Any]] = {}
+    for title, column in comparison["columns"].items():
+        mains.setdefault(title.partition(":")[0], column)
+    if len(mains) == 2:  # "all" is the one group
+        del mains["all"]
+    found = []
+    for name, column in mains.items():
+        if (told := column["suggested"]) is not None:
+            parts = {part: told[part]["mean"] for part in ("gap", "added", "predicted")}
+            gained = column["differences"][ENSEMBLE]["mean"]
+            found.append(Outcome(name, " + ".join(told["members"]), column["rows"], gained=gained, **parts))
+    return found
+
+
+def rank_correlation(predicted: Sequence[float], gained: Sequence[float]) -> float | None:
+    """Spearman's, from -1 to 1; None where there are too few or one of the two does not vary."""
+    if len(gained) < FEWEST or len(set(predicted)) == 1 or len(set(gained)) == 1:
+        return None
+    found = float(spearmanr(predicted, gained).statistic)
+    return None if isnan(found) else found
+
+
+def correlations(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    """What was told before → its rank correlation with the gain; a small gap should go with a large gain."""
+    gained = [each.gained for each in outcomes]
+    return {
+        "predicted": rank_correlation([each.predicted for each in outcomes], gained),
+        "gap": rank_correlation([-each.gap for each in outcomes], gained),
+        "only others right": rank_correlation([each.added for each in outcomes], gained),
+    }
+
+
+@app.command()
+def suggested(files: Annotated[list[Path], typer.Argument(help="What `specfuse-llm compare --json` printed.")]) -> None:
+    """Print what was predicted beside what was gained, and the correlations."""
+    outcomes = [each for file in files for each in outcomes_of(json.loads(file.read_text("utf-8")))]
+    table = Table("questions", "members", "rows", "gap", "only others right", "predicted", "gained")
+    for each in outcomes:
+        parts = (each.gap, each.added, each.predicted, each.gained)
+        table.add_row(each.group, each.members, str(each.rows), *(f"{part:+.1f}" for part in parts))
+    console = Console(width=140)
+    console.print(table)
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for each in outcomes:
+        groups[each.group].append(each)
+    apart = [each for each in outcomes if each.group != "all"]  # that one is made of the others
+    for name, own in {"every group": apart, **(groups if len(groups) > 1 else {})}.items():
+        rho = {what: "–" if value is None else f"{value:+.2f}" for what, value in correlations(own).items()}
+        told = ", ".join(f"{what} {value}" for what, value in rho.items())
+        console.print(f"{name}, {len(own)} ensembles: rank correlation with the gain: {told}")
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()
