@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,6 +81,10 @@ class SavedSlots:
     layers: dict[int, Layer]
     nbytes: int
 
+    @property
+    def pieces(self) -> Mapping[Hashable, int]:
+        return {id(self): self.nbytes}
+
     def free(self) -> None:
         """Memory goes with the tensors."""
 
@@ -119,6 +123,11 @@ class CacheRow:
         """Slots that it can hold where it is."""
         return self.block.capacity
 
+    @property
+    def room(self) -> int:
+        """Slots after those in use that it can hold where it is."""
+        return max(0, self.block.capacity - SPARE - self.used)
+
     def save(self, count: int) -> SavedSlots:
         """A copy of the first `count` slots of every layer."""
         copied = {n: (keys.clone(), values.clone()) for n, (keys, values) in self.view(count).layers.items()}
@@ -141,6 +150,11 @@ class CacheRow:
             own_keys[self.index, :, start:count] = keys[:, start:count]
             own_values[self.index, :, start:count] = values[:, start:count]
         self.used = count
+
+    def load_from(self, row: CacheRow, count: int) -> None:
+        """Copy the slots from `used` to `count` of another row."""
+        self.reserve(count)  # first: rows may move for it
+        self.load(row.view(count), count)
 
     def free(self) -> None:
         """Give the row back. Safe to call twice."""
@@ -379,7 +393,9 @@ class Kept(Protocol):
     """The first slots of an answer that ended."""
 
     @property
-    def nbytes(self) -> int: ...
+    def pieces(self) -> Mapping[Hashable, int]:
+        """Bytes of each piece of memory; a piece that several entries share has the same key in all of them."""
+        ...
 
     def free(self) -> None:
         """Give their memory back."""
@@ -397,8 +413,13 @@ class Row(Protocol):
         """Slots that it can hold without more memory."""
         ...
 
+    @property
+    def room(self) -> int:
+        """Slots after those in use that it can have without more memory."""
+        ...
+
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots in all."""
+        """Have `slots` slots in all."""
         ...
 
     def keep(self, prefix: int, slots: Sequence[int]) -> None:
@@ -413,12 +434,12 @@ class Row(Protocol):
         """The first `count` slots, to keep when the row is gone: `Kept`."""
         ...
 
-    def view(self, count: int) -> Any:
-        """The first `count` slots, for `load` of another row at once."""
-        ...
-
     def load(self, saved: Any, count: int) -> None:
         """Hold what `saved` has in the slots from `used` to `count`."""
+        ...
+
+    def load_from(self, row: Any, count: int) -> None:
+        """Hold what another row has in the slots from `used` to `count`."""
         ...
 
     def free(self) -> None:
@@ -455,7 +476,10 @@ class PrefixCache:
 
     @property
     def memory_bytes(self) -> int:
-        return sum(entry.kept.nbytes for entry in self._entries)
+        pieces: dict[Hashable, int] = {}
+        for entry in self._entries:
+            pieces.update(entry.kept.pieces)
+        return sum(pieces.values())
 
     def fill(self, row: Row, prompt: Sequence[int]) -> int:
         """Put more of `prompt`, but not its last token, into a row that holds its beginning; how many it holds then."""
@@ -467,9 +491,7 @@ class PrefixCache:
             return row.used
         self.reused_tokens += max(remembered, size) - row.used
         if size >= remembered:
-            row.reserve(size)  # first: rows may move for it
-            source = next(row_read for count, row_read in running if count == size)
-            row.load(source.view(size), size)
+            row.load_from(next(row_read for count, row_read in running if count == size), size)
             return size
         entry = self._entries[sizes.index(remembered)]
         self._entries.remove(entry)  # first: loading may have to free memory
@@ -502,6 +524,13 @@ class PrefixCache:
         """Drop the least recently used entries until the rest takes at most `limit` bytes."""
         while self._entries and self.memory_bytes > limit:
             self._drop(self._entries[0])
+
+    def drop_oldest(self) -> bool:
+        """Drop the least recently used entry; whether there was one."""
+        if self._entries:
+            self._drop(self._entries[0])
+            return True
+        return False
 
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)

@@ -176,12 +176,21 @@ class ModelRunner:
         assert graphs is not None
         graphs.drop()
         arena = PageArena(self._slots, pages)
+        arena.reclaim_pages = self.prefixes.drop_oldest
         text = self.model.config.get_text_config(decoder=True)
-        heads = getattr(text, "num_attention_heads", 1)
-        groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+        groups = getattr(text, "num_attention_heads", 1) // min(keys.shape[1] for keys, _ in self._slots.values())
+        longest = getattr(text, "max_position_embeddings", None)
         self.pool = arena
         self.static = PackedRunner(
-            self._forward, plan, self.device, self.dtype, graphs, arena, groups, self._forward.can_skip_logits
+            self._forward,
+            plan,
+            self.device,
+            self.dtype,
+            graphs,
+            arena,
+            max(1, groups),
+            self._forward.can_skip_logits,
+            **({"most_pages": arena.pages_of(longest)} if longest else {}),
         )
 
     def keep_last(self, count: int) -> dict[str, int]:

@@ -11,6 +11,13 @@ import torch
 
 PAGE = 16
 """Slots of a page."""
+WORKER_ROWS = 16
+"""Queries of one head of keys that a worker takes. More win only with two heads of keys (measured on an H200)."""
+
+
+def tokens_of_a_worker(groups: int) -> int:
+    """How many tokens of an answer share a worker, each with `groups` heads of queries."""
+    return max(1, WORKER_ROWS // groups)
 
 
 @dataclass(slots=True)
@@ -25,6 +32,7 @@ class Layout:
         tail: (T, W), uint8: which slots of its answer's tail each token sees besides.
         tail_positions: (A, W): the position of each slot of the tail. Before the tail, slots are positions.
         blocks: (B, 2): runs of tokens of one answer that share a worker: the first token, and how many; 0: none.
+        longest: The most tokens of a run.
     """
 
     tokens: torch.Tensor
@@ -33,6 +41,7 @@ class Layout:
     tail: torch.Tensor
     tail_positions: torch.Tensor
     blocks: torch.Tensor
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Packed steps: the tokens of all answers in one row, over pages. A step's shape is its number of tokens.
 
-So no length of a prompt or context and no number of answers is ever new, and CUDA graphs are keyed by a dozen sizes.
+So CUDA graphs are keyed by a dozen sizes, and the usual ones are captured at load: neither the length of a prompt nor the
+number of answers makes another. Contexts beyond 4,096 slots have graphs of their own for steps of more than 64 tokens.
 
 Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,29 +17,31 @@ from numpy.typing import NDArray
 from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan
-from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight, tokens_of_a_worker
 from specfuse_shared.runtime.paged_attention import paged_attention, parts_for
 from specfuse_shared.runtime.pages import PageArena, PagedRow
 from specfuse_shared.runtime.sampler import upload
-from specfuse_shared.runtime.static_runner import Forward, Graphs, StaticRunner, Step
+from specfuse_shared.runtime.static_runner import DraftInput, Forward, Graphs, StaticRunner, Step
 
 SIZES = tuple(1 << n for n in range(12))
-"""Numbers of tokens of a step: 1 to 2,048."""
+"""Numbers of tokens of a step: 1 to 2,048. Larger inputs take several steps."""
 MOST_ANSWERS = 512
-"""Answers of a step; more take several."""
+"""Answers of a step. More answers take several steps."""
 _FEW_LOGITS = 64
-"""A step of a prompt wants logits of few tokens: at most this many are computed."""
-_LONG = 4096
-"""Slots of an answer from which on its attention is split among more workers."""
-_ROWS_OF_A_WORKER = 16
+"""Most tokens of a large step whose logits are computed, if the step has two forms; the other computes all."""
 _WARMED = 256
 """Tokens of the largest step that is captured at load."""
+_TAIL = 512
+"""Slots of a tail that the buffers hold at first: several times a round's token tree."""
+_MOST_PAGES = 8192
+"""Pages of an answer that the buffers hold at first, at most."""
 
 
 class Buffers:
-    """What steps read, on the device: made once for the largest step, so that captured steps find it in its place."""
+    """The inputs of steps, on the device. They are made once, large enough for the largest step, because captured steps
+    read them at fixed addresses."""
 
-    def __init__(self, device: torch.device, pages: int, tail: int = 256) -> None:
+    def __init__(self, device: torch.device, pages: int, tail: int = _TAIL) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -57,7 +60,9 @@ class Buffers:
 class PackedStep(Cache):
     """One forward pass over a number of packed tokens; acts as the model's cache."""
 
-    def __init__(self, size: int, few: bool, long: bool, buffers: Buffers, arena: PageArena, plan: MaskPlan) -> None:
+    def __init__(
+        self, size: int, few: bool, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
+    ) -> None:
         super().__init__(layers=[])
         self.tokens = size
         self._arena = arena
@@ -74,8 +79,9 @@ class PackedStep(Cache):
             buffers.tail[:size],
             buffers.tail_positions,
             buffers.blocks[:size],
+            longest,
         )
-        self._parts = parts_for(size, _LONG + 1 if long else 0)
+        self._parts = parts
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.uses = self.replays = 0
@@ -86,14 +92,14 @@ class PackedStep(Cache):
         """Buffers and arena stay where they are."""
         return True
 
-    def fill(self, segments: Sequence[ForwardInput], groups: int) -> torch.Tensor:
+    def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
         """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(segments), 2), dtype=np.int32)
         width = max((s.slots - _base(s) for s in segments), default=0)
         tail = np.zeros((self.tokens, width), dtype=np.uint8)
         tail_positions = np.zeros((len(segments), width), dtype=np.int32)
-        each, first, block = max(1, _ROWS_OF_A_WORKER // groups), 0, 0
+        each, first, block = self._layout.longest, 0, 0
         last: list[int] = []
         for number, segment in enumerate(segments):
             row, count = segment.row, len(segment.ids)
@@ -237,13 +243,37 @@ def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
     return groups
 
 
+def pieces_of(segment: ForwardInput) -> Iterator[ForwardInput]:
+    """A segment in pieces that fit a step, in order. Each piece finds its row as the one before it left it."""
+    row, count, most = segment.row, len(segment.ids), SIZES[-1]
+    start = row.used
+    if count <= most:
+        yield segment
+        return
+    for first in range(0, count, most):
+        stop = min(first + most, count)
+        row.used, slots = start + first, start + stop
+        yield ForwardInput(
+            row,
+            segment.ids[first:stop],
+            None if segment.visible is None else segment.visible[first:stop, :slots],
+            None if segment.positions is None else segment.positions[:slots],
+            max(0, stop - max(first, count - segment.logit_count)),
+        )
+
+
 def size_of(tokens: int) -> int:
     """Tokens of the smallest step for a number of tokens."""
     return next(size for size in SIZES if size >= tokens)
 
 
 class PackedRunner(StaticRunner):
-    """Runs the packed steps of one model over `arena`; `groups`: heads of queries for each head of keys."""
+    """Runs the packed steps of one model over `arena`.
+
+    Args:
+        groups: Heads of queries for each head of keys.
+        most_pages: Pages of the longest answer, if known. Longer ones cost the captured steps once.
+    """
 
     def __init__(
         self,
@@ -255,13 +285,14 @@ class PackedRunner(StaticRunner):
         arena: PageArena,
         groups: int,
         can_skip_logits: bool,
+        most_pages: int = _MOST_PAGES,
     ) -> None:
         super().__init__(forward, plan, device, dtype, graphs)
         self._most = SIZES[-1]
         self._arena = arena
-        self._groups = groups
+        self._run_length = tokens_of_a_worker(groups)
         self._can_skip_logits = can_skip_logits
-        self._buffers = Buffers(device, pages=64)
+        self._buffers = Buffers(device, min(most_pages, arena.pages, _MOST_PAGES))
 
     def fits(self, segments: Sequence[ForwardInput]) -> bool:
         """Every segment does, prompts included."""
@@ -272,23 +303,41 @@ class PackedRunner(StaticRunner):
         outputs: list[torch.Tensor] = []
         for numbers in grouped(segments):
             group = [segments[n] for n in numbers]
-            logits_needed = sum(s.logit_count for s in group)
-            width = max(s.slots - _base(s) for s in group)
-            step = self._packed([(s.row, len(s.ids)) for s in group], logits_needed, width)
-            logit_rows = step.fill(group, self._groups)
-            logits = self._run(step).index_select(0, logit_rows)
-            outputs += torch.split(logits, [s.logit_count for s in group])
+            if len(group) > 1:
+                outputs += self._fed(group)
+                continue
+            [segment], used = group, group[0].row.used
+            try:
+                outputs.append(torch.cat([self._fed([piece])[0] for piece in pieces_of(segment)]))
+            finally:
+                segment.row.used = used
         return outputs
 
+    def _fed(self, group: Sequence[ForwardInput]) -> Sequence[torch.Tensor]:
+        """Logits of the segments of one step."""
+        width = max(s.slots - _base(s) for s in group)
+        step = self._packed([(s.row, len(s.ids)) for s in group], sum(s.logit_count for s in group), width)
+        logit_rows = step.fill(group)
+        return torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in group])
+
     def warm_up(self, row: Any) -> None:
-        """Capture the steps of every usual size."""
+        """Capture the steps of every usual size: those that compute all logits, and those of prompts."""
         for size in SIZES:
             if size > _WARMED:
                 return
-            step = self._packed([(row, size)], logits_needed=size)
-            step.begin([row])
-            step.uses = step.capture_at
-            self._run(step)
+            for logits_needed in {size, min(size, _FEW_LOGITS)}:
+                step = self._packed([(row, size)], logits_needed)
+                step.begin([row])
+                step.uses = step.capture_at
+                self._run(step)
+
+    def _chosen(self, drafts: Sequence[DraftInput], count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        parts = [drafts[first : first + MOST_ANSWERS] for first in range(0, len(drafts), MOST_ANSWERS)]
+        each = [super(PackedRunner, self)._chosen(part, count) for part in parts]
+        if len(each) == 1:
+            return each[0]
+        chosen, logits_after = (zip(*lists, strict=True) for lists in zip(*each, strict=True))
+        return [torch.cat(tensors) for tensors in chosen], [torch.cat(tensors) for tensors in logits_after]
 
     def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
         return self._packed(requests, sum(count for _, count in requests))
@@ -297,18 +346,18 @@ class PackedRunner(StaticRunner):
         """The step for a number of tokens of these rows."""
         size = size_of(sum(count for _, count in requests))
         few = self._can_skip_logits and size > _FEW_LOGITS >= logits_needed
-        long = max(row.capacity for row, _ in requests) > _LONG
+        parts = parts_for(size, max(row.capacity for row, _ in requests))
         self._widen(max(len(row.pages) for row, _ in requests), width)
-        key = (size, few, long)
+        key = (size, few, parts)
         step = self._steps.get(key)
         if not isinstance(step, PackedStep):
-            step = PackedStep(size, few, long, self._buffers, self._arena, self._plan)
+            step = PackedStep(size, few, parts, self._run_length, self._buffers, self._arena, self._plan)
             self._steps[key] = step
         step.uses += 1
         return step
 
     def _widen(self, pages: int, tail: int) -> None:
-        """Larger buffers where answers outgrow them; steps over the old ones are dropped."""
+        """Make larger buffers for answers that outgrow them, and drop the steps over the old ones."""
         held_pages, held_tail = self._buffers.pages.shape[1], self._buffers.tail.shape[1]
         if pages <= held_pages and tail <= held_tail:
             return

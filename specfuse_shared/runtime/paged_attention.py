@@ -42,8 +42,8 @@ def paged_attention(
     """
     at = layout
     return torch.ops.specfuse.paged_attention(  # type: ignore[no-any-return]
-        query, keys, values, at.tokens, at.answers, at.pages, at.tail, at.tail_positions, at.blocks, sinks,
-        sight.scale, sight.cap, sight.window, sight.chunk, parts,
+        query, keys, values, at.tokens, at.answers, at.pages, at.tail, at.tail_positions, at.blocks,
+        at.longest, sinks, sight.scale, sight.cap, sight.window, sight.chunk, parts,
     )  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def _operation(
     tail: torch.Tensor,
     tail_positions: torch.Tensor,
     blocks: torch.Tensor,
+    longest: int,
     sinks: torch.Tensor | None,
     scale: float,
     cap: float,
@@ -65,7 +66,7 @@ def _operation(
     chunk: int,
     parts: int,
 ) -> torch.Tensor:
-    layout = Layout(tokens, answers, pages, tail, tail_positions, blocks)
+    layout = Layout(tokens, answers, pages, tail, tail_positions, blocks, longest)
     sight = Sight(scale, cap, window, chunk)
     if query.device.type == "cuda" and has_kernel():
         from specfuse_shared.runtime.paged_kernel import attend

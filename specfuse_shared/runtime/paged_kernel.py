@@ -8,17 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.packed_layout import PAGE, WORKER_ROWS, Layout, Sight
 
-ROWS = 16
-"""Rows of a worker: queries of one head of keys. More win only with two heads of keys (measured on an H200)."""
 _SLOTS = 32
 """Slots of a worker's turn."""
-
-
-def tokens_of_a_worker(groups: int) -> int:
-    """How many tokens of an answer share a worker, each with `groups` heads of queries."""
-    return max(1, ROWS // groups)
 
 
 @triton.jit
@@ -143,9 +136,11 @@ def attend(
     sinks: torch.Tensor | None,
     parts: int,
 ) -> torch.Tensor:
-    """`paged_attention` by the kernel; every run of `layout.blocks` fits a worker."""
+    """`paged_attention` by the kernel. A worker has a row for each token of the longest run and each of its heads of
+    queries, which may be more in one layer than in another."""
     tokens, heads, size = query.shape
     key_heads, value = keys.shape[1], values.shape[-1]
+    groups = heads // key_heads
     query = query.contiguous()
     out = query.new_empty(tokens * heads * parts, value, dtype=torch.float32)
     peaks = query.new_zeros(tokens * heads * parts, dtype=torch.float32)
@@ -160,7 +155,8 @@ def attend(
         query, keys, values, out, peaks, sums, layout.tokens, layout.answers, layout.pages, layout.tail,
         layout.tail_positions, layout.blocks, sight.scale, sight.cap, sight.window, sight.chunk,
         layout.pages.shape[1], layout.tail.shape[1], query.stride(0), keys.stride(0), values.stride(0),
-        GROUPS=heads // key_heads, SIZE=size, SIZE_PADDED=max(16, triton.next_power_of_2(size)), ROWS=ROWS,
+        GROUPS=groups, SIZE=size, SIZE_PADDED=max(16, triton.next_power_of_2(size)),
+        ROWS=max(WORKER_ROWS, triton.next_power_of_2(layout.longest * groups)),
         SLOTS=_SLOTS, HEADS=key_heads, PAGE=PAGE, CAPPED=sight.cap > 0, **padded,
     )  # fmt: skip
     _merge[(tokens * heads,)](

@@ -1,19 +1,19 @@
 """The cache of a model as one arena of pages for each layer, which all answers share.
 
-An answer owns a list of pages. A prefix that several answers share is held once: pages count their owners, and only
-the last, incomplete page of a prefix is copied. Nothing moves or grows, so that captured steps stay valid.
+An answer has a list of pages. Answers that share a prefix share its pages: each page counts its owners. Only the last,
+incomplete page of a prefix is copied. The arena never moves or grows, so captured steps stay valid.
 
 Symbols: N slots of the arena, J heads of keys, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, Layer, slot_bytes
 from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.sampler import upload
 
@@ -22,7 +22,7 @@ class OutOfPagesError(torch.OutOfMemoryError):
     """No page is free, and nothing could be given back."""
 
     def __init__(self, pages: int) -> None:
-        super().__init__(f"out of memory: all {pages} pages of the cache are in use")
+        super().__init__(f"out of memory: all {pages - 1} pages of the cache ({PAGE} tokens each) are in use")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +56,9 @@ class PagedRow:
         return [self.place(slot) for slot in range(start, stop)]
 
     def reserve(self, slots: int) -> None:
-        """Own pages for `slots` slots in all, and alone every page that will be written."""
+        """Take pages for `slots` slots in all. Pages that will be written belong to this answer alone afterwards."""
         self._own_from(self.used)
-        missing = -(-slots // PAGE) - len(self.pages)
+        missing = self.arena.pages_of(slots) - len(self.pages)
         if missing > 0:
             self.pages += self.arena.take(missing)
 
@@ -71,13 +71,18 @@ class PagedRow:
         self.used = end
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its pages, shared ones included."""
-        return len(self.pages) * PAGE * self.arena.bytes_per_slot
+    def room(self) -> int:
+        """Slots after those in use that its pages have, or that free pages could add for a round's tokens."""
+        return self.capacity - self.used + min(self.arena.free_pages * PAGE, TREE_CAPACITY)
+
+    @property
+    def pieces(self) -> Mapping[Hashable, int]:
+        """Bytes of each of its pages, by number: pages that several answers share have the same."""
+        return dict.fromkeys(self.pages, PAGE * self.arena.bytes_per_slot)
 
     def bytes_of(self, count: int) -> int:
         """Bytes of the pages of `count` slots."""
-        return -(-count // PAGE) * PAGE * self.arena.bytes_per_slot
+        return self.arena.pages_of(count) * PAGE * self.arena.bytes_per_slot
 
     def save(self, count: int) -> PagedRow:
         """The first `count` slots, to keep when this row is gone."""
@@ -85,24 +90,30 @@ class PagedRow:
         kept.load(self, count)
         return kept
 
-    def view(self, count: int) -> PagedRow:
-        """The first `count` slots, for `load` of another row."""
-        return self
-
     def load(self, saved: PagedRow, count: int) -> None:
         """Hold the first `count` slots of another row, which begins as this one does.
 
         Whole pages are held by both, the last one is copied.
         """
         start, whole = self.used // PAGE, count // PAGE
-        last = self.arena.take(1) if count > whole * PAGE else []
-        shared = self.arena.hold(saved.pages[start:whole])
+        # all of them first: to take a page, the arena may forget `saved`
+        shared = self.arena.hold(saved.pages[start : self.arena.pages_of(count)])
+        try:
+            last = self.arena.take(1) if count > whole * PAGE else []
+        except OutOfPagesError:
+            self.arena.give(shared)
+            raise
         self.arena.give(self.pages[start:])
-        self.pages[start:] = [*shared, *last]
-        rest = max(start, whole) * PAGE
         if last:
-            self.arena.copy(saved.places(rest, count), self.places(rest, count))
+            copied = shared.pop()
+            self.arena.copy_page(copied, last[0])
+            self.arena.give([copied])
+        self.pages[start:] = [*shared, *last]
         self.used = count
+
+    def load_from(self, row: PagedRow, count: int) -> None:
+        """Hold the first `count` slots of another answer's row."""
+        self.load(row, count)
 
     def free(self) -> None:
         """Give the pages back. Safe to call twice."""
@@ -117,7 +128,7 @@ class PagedRow:
             page = self.pages[number]
             if self.arena.owners[page] > 1:
                 [own] = self.arena.take(1)
-                self.arena.copy(range(page * PAGE, (page + 1) * PAGE), range(own * PAGE, (own + 1) * PAGE))
+                self.arena.copy_page(page, own)
                 self.arena.give([page])
                 self.pages[number] = own
 
@@ -143,15 +154,20 @@ class PageArena:
         self.owners = [0] * pages
         self._free = list(range(pages - 1, 0, -1))
         self.reclaim_memory: Callable[[], bool] = lambda: False
+        self.reclaim_pages: Callable[[], bool] = lambda: False
+        """Gives back pages that only save time; whether there were any. Other memory is of no use here."""
 
-    def row(self, slots: int) -> PagedRow:
-        """A new answer with pages for `slots` slots."""
-        row = PagedRow(self)
-        row.reserve(slots)
-        return row
+    @staticmethod
+    def pages_of(slots: int) -> int:
+        """Number of pages for a number of slots."""
+        return -(-slots // PAGE)
+
+    def row(self, slots: int = 0) -> PagedRow:
+        """A new answer. It takes its pages when they are about to be written, so that shared ones are never taken."""
+        return PagedRow(self)
 
     def reclaim(self) -> bool:
-        """Nothing is held that no answer owns."""
+        """Nothing to give back: the arena's memory is its own for good."""
         return False
 
     @property
@@ -171,7 +187,7 @@ class PageArena:
     def take(self, count: int) -> list[int]:
         """Pages that are now owned once. Raises `OutOfPagesError`; then none is taken."""
         while len(self._free) < count:
-            if not self.reclaim_memory():
+            if not self.reclaim_pages():
                 raise OutOfPagesError(self.pages)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -190,6 +206,10 @@ class PageArena:
             self.owners[page] -= 1
             if not self.owners[page]:
                 self._free.append(page)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the contents of a page to another."""
+        self.copy(range(source * PAGE, (source + 1) * PAGE), range(target * PAGE, (target + 1) * PAGE))
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:

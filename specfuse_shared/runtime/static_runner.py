@@ -594,23 +594,27 @@ class StaticRunner:
 
         Rows then hold at most what was asked for: the caller knows better once it has read the tokens.
         """
-        longest = max(draft.count for draft in drafts)
+        chosen, logits_after = self._chosen(drafts, max(draft.count for draft in drafts))
+        for draft in drafts:
+            draft.row.used += draft.count - 1
+        return DraftRun(chosen, logits_after)
+
+    def _chosen(self, drafts: Sequence[DraftInput], count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`count` tokens of every draft, a tensor (B) each, and the logits (B, V) after all but the last."""
         rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
         choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
         chosen, logits_after = [choose(logits, 0)], list[torch.Tensor]()
-        if longest > 1:
+        if count > 1:
             for row in rows:
-                row.reserve(row.used + longest)
+                row.reserve(row.used + count)
             step = self._step([(row, 1) for row in rows], tree=False)
             at = step.begin(rows)
-            for offset in range(1, longest):
+            for offset in range(1, count):
                 step.ids.index_copy_(0, at, chosen[-1].clamp(min=0))
                 logits_after.append(self._run(step).index_select(0, at))
                 chosen.append(choose(logits_after[-1], offset))
                 step.advance()
-        for draft in drafts:
-            draft.row.used += draft.count - 1
-        return DraftRun(chosen, logits_after)
+        return chosen, logits_after
 
     def warm_up(self, row: Any) -> None:
         """Run the steps that draft after this row and that verify up to some dozens of tokens, and capture them."""

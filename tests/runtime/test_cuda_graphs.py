@@ -13,7 +13,7 @@ import torch
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.runtime import kv_cache
+from specfuse_shared.runtime import kv_cache, packed_steps
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -41,11 +41,11 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
     with EnsembleEngine(replace(tiny_engine.config, execution="paged", reuse_prefixes=False)) as engine:
         engine.load()
         counts = [member.runner.static.graphs.count for member in local_members(engine)]
-        assert counts == [9, 9], "1 to 256 tokens"
+        assert counts == [11, 11], "1 to 256 tokens, and 128 and 256 of prompts"
         assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
         assert {report.graphs for report in engine.describe()} == {"captured"}
         after = [member.runner.static.graphs.count for member in local_members(engine)]
-        assert all(count <= 9 + 4 for count in after), "larger steps and prompts, each size once"
+        assert all(count <= 12 + 5 for count in after), "each size once, and those of prompts"
         for length in (3, 17, 90, 33):
             engine.generate("moon " * length, SamplingParams(max_tokens=9))
         assert [member.runner.static.graphs.count for member in local_members(engine)] == after
@@ -53,6 +53,21 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
         assert {member.runner.dynamic for member in local_members(engine)} == {0}
     assert not driver.freed
     assert not driver.allocating
+
+
+def test_inputs_beyond_the_largest_step_take_several(
+    driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = requests(5)
+    questions, each = [question for question, _ in prompts], [params for _, params in prompts]
+    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in prompts]
+    monkeypatch.setattr(packed_steps, "SIZES", (1, 2, 4, 8))
+    monkeypatch.setattr(packed_steps, "MOST_ANSWERS", 2)
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged")) as engine:
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
+        assert all(member.runner.dynamic == 0 for member in local_members(engine))
+        sizes = {step.tokens for member in local_members(engine) for step in member.runner.static._steps.values()}
+        assert sizes <= {1, 2, 4, 8}
 
 
 def test_many_captured_answers_equal_those_of_the_dynamic_execution(

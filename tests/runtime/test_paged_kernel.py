@@ -49,6 +49,7 @@ def layout(groups: int) -> Layout:
         as_tensor(tail, dtype=torch.uint8),
         positions,
         as_tensor(runs, dtype=torch.int32),
+        each,
     )
 
 
@@ -118,6 +119,7 @@ def test_few_tokens_share_their_slots_among_more_workers() -> None:
         (8, 4, 64, 64, Sight(0.125, cap=5.0, window=12), True),
         (14, 2, 64, 64, Sight(0.125), False),
         (4, 2, 48, 32, Sight(0.14), False),
+        (24, 1, 64, 64, Sight(0.125), True),
     ],
 )
 def test_the_kernel_gives_what_plain_torch_gives(
@@ -134,6 +136,20 @@ def test_the_kernel_gives_what_plain_torch_gives(
     torch.testing.assert_close(
         attend(query, keys, values, at, half, sinks, parts),
         plain(query, keys, values, at, half, sinks),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+def test_the_kernel_serves_layers_with_more_heads_of_queries_than_the_runs_were_made_for() -> None:
+    from specfuse_shared.runtime.paged_kernel import attend
+
+    at, (keys, values) = layout(2), arena(1, 64, 64)
+    query = queries(12, 64, len(at.tokens))
+    torch.testing.assert_close(
+        attend(query, keys, values, at, Sight(0.125), None, 4),
+        plain(query, keys, values, at, Sight(0.125)),
         atol=1e-5,
         rtol=1e-4,
     )

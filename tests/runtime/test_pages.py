@@ -17,7 +17,8 @@ def arena(pages: int) -> PageArena:
 
 def filled(made: PageArena, count: int) -> PagedRow:
     """An answer whose slot n holds n + 1."""
-    row = made.row(count)
+    row = made.row()
+    row.reserve(count)
     for keys, values in made.layers.values():
         for slot in range(count):
             keys[row.place(slot)] = slot + 1
@@ -46,7 +47,7 @@ def test_whole_pages_of_a_prefix_are_shared_and_the_last_one_is_copied() -> None
     made = arena(12)
     first = filled(made, 40)
     free = made.free_pages
-    second = made.row(1)
+    second = made.row()
     second.load(first, 36)
     assert free - made.free_pages == 1, "two whole pages are shared, four slots of a third copied"
     assert second.pages[:2] == first.pages[:2]
@@ -62,7 +63,7 @@ def test_whole_pages_of_a_prefix_are_shared_and_the_last_one_is_copied() -> None
 def test_a_page_that_two_answers_hold_is_copied_before_one_of_them_writes() -> None:
     made = arena(12)
     first = filled(made, 32)
-    second = made.row(1)
+    second = made.row()
     second.load(first, 32)
     second.keep(10, [31])
     assert content(second) == [*range(1, 11), 32]
@@ -78,17 +79,38 @@ def test_without_a_free_page_what_only_saves_time_goes_first_and_then_memory_is_
     prefixes.store(row, list(range(20)))
     assert made.free_pages == 0, "one whole page is shared, one copied"
 
-    def reclaim() -> bool:
-        had = prefixes.memory_bytes > 0
-        prefixes.shrink()
-        return had
-
-    made.reclaim_memory = reclaim
-    assert len(made.row(16).pages) == 1
-    with pytest.raises(OutOfPagesError, match="all 4 pages of the cache are in use") as error:
-        made.row(1)
+    made.reclaim_pages = prefixes.drop_oldest
+    made.row().reserve(16)
+    with pytest.raises(OutOfPagesError, match=r"all 3 pages of the cache \(16 tokens each\) are in use") as error:
+        made.row().reserve(1)
     assert is_out_of_memory(error.value)
     assert made.free_pages == 0, "and nothing was taken half"
+
+
+def test_a_remembered_prefix_can_be_held_while_it_is_forgotten_for_its_last_page() -> None:
+    made = arena(5)
+    ended, prefixes = filled(made, 36), PrefixCache(limit=10**6)
+    prefixes.store(ended, list(range(36)))
+    ended.free()
+    other = filled(made, 10)
+    made.reclaim_pages = prefixes.drop_oldest
+    row = made.row()
+    assert made.free_pages == 0
+    with pytest.raises(OutOfPagesError):  # its last page has to be copied, and none is free
+        prefixes.fill(row, [*range(36), 99])
+    assert row.used == 0
+    other.free()
+    assert made.free_pages == 4, "what the attempt held was given back"
+
+
+def test_pages_that_remembered_prefixes_share_count_once() -> None:
+    made = arena(20)
+    row, prefixes = filled(made, 48), PrefixCache(limit=10**6)
+    ids = list(range(48))
+    prefixes.store(row, ids[:40])
+    prefixes.store(row, [*ids[:36], 77])
+    page = PAGE * made.bytes_per_slot
+    assert prefixes.memory_bytes == 4 * page, "two pages that both have, and the last one of each"
 
 
 def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
@@ -98,7 +120,7 @@ def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
     prefixes.store(ended, ids)
     ended.free()
     used = 19 - made.free_pages
-    rows = [made.row(1) for _ in range(3)]
+    rows = [made.row() for _ in range(3)]
     for row in rows:
         assert prefixes.fill(row, [*ids[:48], 99, 98]) == 48
         assert content(row) == list(range(1, 49))

@@ -17,6 +17,7 @@ from specfuse_shared.members.local.sequence import ForwardRequest, ForwardResult
 from specfuse_shared.members.session import Stage
 from specfuse_shared.members.work import Work
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
+from specfuse_shared.runtime.pages import OutOfPagesError
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
             logger.warning("a forward pass of %d answers failed (%s); feeding %d at a time", len(works), error, size)
             for start in range(0, len(works), size):
                 feed_all(works[start : start + size])
+        elif isinstance(error, OutOfPagesError):  # nothing else that could be given back would be a page
+            works[0].fail(error)
         elif is_out_of_memory(error) and tries and (_make_room(works[0]) or tries == _MOST_TRIES):
             feed_all(works, tries - 1)
         else:

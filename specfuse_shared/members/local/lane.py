@@ -266,8 +266,8 @@ class LocalLane:
         cache_bytes: int | None = None,
     ) -> None:
         self.local = {member.name: member for member in members}
-        share_memory([member.runner for member in members])
         _open_arenas(members, cache_bytes)
+        share_memory([member.runner for member in members])
         self._cores = cores
         self._turn = mps_turn([device for member in members for device in member.devices])
         self._on_forward = on_forward

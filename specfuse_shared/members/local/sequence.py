@@ -461,7 +461,7 @@ class TreeSequence(SequenceState):
 
     @property
     def room(self) -> int:
-        return max(0, self._row.capacity - self._row.used - 1) if self._row is not None else 0
+        return self._row.room if self._row is not None else 0
 
     @property
     def spare(self) -> int:
