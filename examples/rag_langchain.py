@@ -39,7 +39,7 @@ NEIGHBOURS = 2
 MAX_TOKENS = 60
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 PROMPT = ChatPromptTemplate.from_template(
-    "Passages from the observatory's pages:\n\n{context}\n\nReply with one sentence from them: {question}"
+    "Passages from the observatory's pages:\n\n{context}\n\nAnswer from them in a short paragraph: {question}"
 )
 
 

@@ -36,7 +36,7 @@ QUESTION = "How much does the main mirror weigh?"
 COLLECTION = "documents"
 NEIGHBOURS = 2
 PROMPT = PromptTemplate(
-    "Passages from the observatory's pages:\n\n{context_str}\n\nReply with one sentence from them: {query_str}"
+    "Passages from the observatory's pages:\n\n{context_str}\n\nAnswer from them in a short paragraph: {query_str}"
 )
 
 
