@@ -634,10 +634,13 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A model that may call tools.
 
-        Args: tools: Functions, classes, `BaseTool`s or dictionaries. tool_choice: None, False or "auto" (the ensemble
-        decides), "any", "required" or True (a call is forced), "none", a tool's name, or a dictionary of these.
-        strict: Refuse schemas that no grammar can enforce. parallel_tool_calls: One answer may call several tools.
-        **kwargs: Further options of each call.
+        Args:
+            tools: Functions, classes, `BaseTool`s or dictionaries.
+            tool_choice: None, False or "auto" (the ensemble decides), "any", "required" or True (a call is forced),
+                "none", a tool's name, or a dictionary of these.
+            strict: Refuse schemas that no grammar can enforce.
+            parallel_tool_calls: One answer may call several tools.
+            **kwargs: Further options of each call.
 
         Returns:
             A runnable that returns an `AIMessage`.
@@ -674,10 +677,13 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     ) -> Runnable[LanguageModelInput, Any]:
         """A model that answers with values of a schema. With every method the values fit the schema.
 
-        Args: schema: A Pydantic class, a TypedDict or a JSON schema; None for any object, with "json_mode".
-        include_raw: Return {"raw": message, "parsed": value, "parsing_error": error}. method: "json_schema" describes
-        the schema to the members, "function_calling" makes it a tool that must be called, "json_mode" does not
-        describe it. strict: Refuse schemas that cannot be enforced. **kwargs: Further options of each call.
+        Args:
+            schema: A Pydantic class, a TypedDict or a JSON schema; None for any object, with "json_mode".
+            include_raw: Return {"raw": message, "parsed": value, "parsing_error": error}.
+            method: "json_schema" describes the schema to the members, "function_calling" makes it a tool that must be
+                called, "json_mode" does not describe it.
+            strict: Refuse schemas that cannot be enforced.
+            **kwargs: Further options of each call.
 
         Returns:
             A runnable that returns a value.

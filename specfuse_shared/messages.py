@@ -182,8 +182,9 @@ class Message:
     def from_dict(cls, message: Mapping[str, Any]) -> Self:
         """A message in the form of OpenAI's clients. Turns of models and tools are read leniently.
 
-        Args: message: `role`, `content` (text, or a list of text parts), and for calls `tool_calls`, `tool_call_id`,
-        `name`.
+        Args:
+            message: `role`, `content` (text, or a list of text parts), and for calls `tool_calls`, `tool_call_id`,
+                `name`.
 
         Returns:
             The message.

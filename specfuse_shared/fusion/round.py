@@ -351,7 +351,7 @@ class Round:
 
     @property
     def _are_short(self) -> bool:
-        """Whether to compare candidates as wholes: one is over, or they are values of a grammar or calls."""
+        """Whether to compare candidates as wholes: one ends the answer or is a call, or no free text is allowed."""
         tools, before = self._policies.tools, self._answer.text
         return self._bound or any(c.finishes or tools.begins(before + c.text) for c in self._candidates)
 

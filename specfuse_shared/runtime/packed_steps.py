@@ -1,7 +1,8 @@
 """Packed steps: the tokens of all answers in one row, over pages. A step's shape is its number of tokens.
 
-So CUDA graphs are keyed by a dozen sizes, and the usual ones are captured at load: neither the length of a prompt nor the
-number of answers makes another. Contexts beyond 4,096 slots have graphs of their own for steps of more than 64 tokens.
+So CUDA graphs are keyed by a dozen sizes, and the usual ones are captured at load. Neither the length of a prompt nor
+the number of answers makes another. Contexts beyond 4,096 slots have graphs of their own for steps of more than 64
+tokens.
 
 Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
 """

@@ -173,7 +173,8 @@ class ReadingTime:
         """Tokens of prompts in the next forward of a member, and the seconds that they may take.
 
         `rides`: the forward pass is for running answers anyway; otherwise it reads the weights for prompts alone.
-        `left`: tokens of the shortest prompt. A piece that is too small for its cost waits until it may be larger.
+        `prompt_left`: tokens of the shortest prompt. A piece that is too small for its cost waits until it can be
+        larger.
         """
         seconds = self.saved + (_SHARE if rides else -1.0) * pace.step
         tokens = pace.tokens(min(seconds, pace.longest))

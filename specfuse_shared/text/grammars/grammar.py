@@ -46,8 +46,10 @@ class Grammar:
 
         Objects have only the properties that the schema names, unless it says otherwise.
 
-        Args: schema: A JSON schema, as a mapping or as JSON. strict: Refuse keywords that cannot be enforced (`not`,
-        `uniqueItems`, `contains`, …); otherwise ignore them.
+        Args:
+            schema: A JSON schema, as a mapping or as JSON.
+            strict: Refuse keywords that cannot be enforced (`not`, `uniqueItems`, `contains`, …); otherwise ignore
+                them.
 
         Returns:
             The grammar.
