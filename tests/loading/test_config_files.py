@@ -71,6 +71,15 @@ def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
         kind(config=5)
 
 
+@pytest.mark.parametrize("kind", [ChatSpecFuse, SpecFuseLLM])
+def test_a_dictionary_may_name_the_demo_as_a_file_may(kind: type[ChatSpecFuse] | type[SpecFuseLLM]) -> None:
+    expected = EnsembleConfig(demo_members(), segment_tokens=4)
+    assert kind(config={"members": "demo", "segment_tokens": 4}).config == expected
+    assert kind(config={"members": list(expected.members), "segment_tokens": 4}).config == expected
+    with pytest.raises(ConfigError, match="name at least one model"):
+        kind(config={"segment_tokens": 4})
+
+
 def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
     """All questions together: where members disagree, the heavy one's words are chosen."""
     questions = [f"Say something about {what}." for what in ("tides", "bees", "bread", "snow")]
