@@ -140,11 +140,11 @@ def test_a_full_cache_is_a_memory_error_and_the_answer_continues(files: Mapping[
     with pytest.raises(MemoryError, match="cache_tokens"):
         second.extend([Branch(0, tuple(range(10, 110)))])
     second.extend([Branch(0, (11,))])
-    known = second.logprobs(Branch(0, (11,)))
+    expected = second.logprobs(Branch(0, (11,)))
     second.release()
     third = member.new_sequence(False)
     third.prefill([12, *range(10, 440)])
     third.extend([Branch(0, (11,))])
-    assert third.logprobs(Branch(0, (11,))) == pytest.approx(known, abs=1e-4)
+    assert third.logprobs(Branch(0, (11,))) == pytest.approx(expected, abs=1e-4)
     member.close()
     member.close()

@@ -58,13 +58,13 @@ def test_the_demo_may_be_named(tmp_path: Path) -> None:
 def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
     kind: type[ChatSpecFuse] | type[SpecFuseLLM], file: Path
 ) -> None:
-    named, given = (
+    named, direct = (
         kind(config=f"{file}#base", max_tokens=9),
         kind(config=read_ensemble(f"{file}#base"), max_tokens=9),
     )
     assert isinstance(named.config, EnsembleConfig)
-    assert named.config == given.config
-    assert pickle.loads(pickle.dumps(named)).config == given.config
+    assert named.config == direct.config
+    assert pickle.loads(pickle.dumps(named)).config == direct.config
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         kind(config=Path("none.toml"))
     with pytest.raises(ConfigError, match="must be an EnsembleConfig or a TOML file, not int"):
@@ -87,9 +87,9 @@ def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
     for name in ("chat", "base"):
         with ChatSpecFuse(config=f"{file}#{name}", max_tokens=12, ledger="full") as llm:
             texts[name] = [message.text for message in llm.batch(questions)]
-        with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as other:
-            assert [other.complete(question).text for question in questions] == texts[name]
-            assert "".join(chunk.delta or "" for chunk in other.stream_complete(questions[0])) == texts[name][0]
+        with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as llama:
+            assert [llama.complete(question).text for question in questions] == texts[name]
+            assert "".join(chunk.delta or "" for chunk in llama.stream_complete(questions[0])) == texts[name][0]
     assert texts["chat"] != texts["base"]
 
 
