@@ -14,9 +14,8 @@ import torch
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
-from tests.llamacpp.test_sequences import TOLERANCE, off
 from tests.support.against_naive import local_members
-from tests.support.llamacpp import FILES, member_config
+from tests.support.llamacpp import FILES, TOLERANCE, member_config, off
 
 pytest.importorskip("llama_cpp")
 
