@@ -33,7 +33,7 @@ demo: $(STAMP) ## Answer a question over documents with the two demo models
 	$(BIN)/python examples/rag_langchain.py
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" $(OPTIONS)
 
 test-all: $(QUANT) ## Run every test
 	$(PYTEST)

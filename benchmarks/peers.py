@@ -443,7 +443,7 @@ async def ask_server(options: Asked) -> None:
         asked[0] += 1
 
     await member.connect(count)
-    client = ServerClient(str(config.server), os.environ.get(KEY_ENV), timeout=config.server_timeout)
+    client = ServerClient(str(config.server), config.server_timeout, os.environ.get(KEY_ENV))
     ways = ways_of(member, client, options.prompts)
     seconds = await measure_server(member, ways, options.tokens, options.rounds, options.candidates)
     shown = {name: statistics.median(found[1:]) for name, found in seconds.items()}

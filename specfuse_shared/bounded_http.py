@@ -11,6 +11,8 @@ MOST_BYTES = 64 * 2**20
 """Of one response. Log-probabilities of a thousand prompts take a tenth of it."""
 SECONDS = "specfuse_seconds"
 """Extension of a request: seconds that its whole response may take."""
+CONNECT_SECONDS = 10.0
+"""How long a connection to a server may take to open."""
 HEADERS = {"Accept-Encoding": "identity"}
 
 

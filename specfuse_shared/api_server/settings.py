@@ -44,7 +44,7 @@ class ServerSettings(Settings):
     max_requests: int = 256
     """Maximum number of requests answered at once. Clients with their own keys have their own limits."""
     max_connections: int = 512
-    """Most open connections; more are closed at once."""
+    """Most open connections; a further one replaces the one whose client has been silent for longest."""
     connection_seconds: float = 30.0
     """How long a client may take for the head of a request, for its body, and to read what waits for it."""
     stop_seconds: float = 60.0

@@ -54,7 +54,8 @@ from specfuse_shared.serving.calls import CallOptions, Conversation, check_optio
 from specfuse_shared.serving.scheduler import result_of
 from specfuse_shared.validation import is_whole_text
 
-CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 60.0
+"""Maximum silence of a server in any request but an answer's."""
 _NAME, _VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\x20-\x7e]*")
 _OWN = ("authorization", "accept-encoding", "connection", "content-length", "content-type", "transfer-encoding")
 """Headers that a request has by itself."""
@@ -136,7 +137,7 @@ class Connections:
             "headers": self._headers,
             "event_hooks": {"response": [hook]},
             "verify": trusted(),
-            "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
+            "timeout": httpx.Timeout(REQUEST_SECONDS, connect=bounded_http.CONNECT_SECONDS),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
         }
 
@@ -505,7 +506,7 @@ class RemoteEngine:
         body |= {"model": self.model, "stream": True, "specfuse": {"events": True}}
         seconds = options.get("timeout")
         whole = None if seconds is None else seconds + GRACE_SECONDS
-        timeout = httpx.Timeout(CONNECT_SECONDS, read=SILENT_SECONDS if whole is None else whole)
+        timeout = httpx.Timeout(bounded_http.CONNECT_SECONDS, read=SILENT_SECONDS if whole is None else whole)
         bounds = {bounded_http.SECONDS: whole}
         return self._built("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specfuse_shared.comparing.combinations import Beforehand, combination_of
 from specfuse_shared.comparing.equal_compute import EqualCompute, with_equal_compute
@@ -19,8 +19,9 @@ from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
-from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.loading.ensembles import Models, config_of
 from specfuse_shared.policies import first_weights
 from specfuse_shared.validation import check
 
@@ -139,7 +140,7 @@ class Comparison:
 
 
 def compare(
-    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    members: EnsembleConfig | Models,
     questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
     *,
     run: str | Path | None = None,
@@ -215,17 +216,6 @@ def beforehand_of(config: EnsembleConfig, sizes: Mapping[str, int], questions: S
     )
     guessed = [100.0 / len(question.choices) if question.choices else 0.0 for question in questions]
     return Beforehand(dict(zip(config.names, weights, strict=True)), guessed)
-
-
-def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:
-    """The configuration from `members`. Raises `ConfigError`."""
-    if isinstance(members, EnsembleConfig):
-        return members
-    if members == DEMO:
-        from specfuse_shared.loading.demo import demo_members
-
-        return EnsembleConfig(demo_members())
-    return EnsembleConfig(members)
 
 
 def question_set(

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specfuse_shared.comparing.combinations import Suggestion, suggestion_of
-from specfuse_shared.comparing.comparison import beforehand_of, config_of, enough_answers, question_set, rows_of_all
+from specfuse_shared.comparing.comparison import beforehand_of, enough_answers, question_set, rows_of_all
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import EvalRun, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.scores import ALL, columns_of
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.loading.ensembles import Models, config_of
 from specfuse_shared.validation import check
 
 
 def suggest(
-    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    members: EnsembleConfig | Models,
     questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
     *,
     run: str | Path | None = None,

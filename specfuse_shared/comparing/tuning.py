@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from specfuse_shared.comparing.comparison import config_of, question_set
+from specfuse_shared.comparing.comparison import question_set
 from specfuse_shared.comparing.intervals import Interval, difference
 from specfuse_shared.comparing.libraries import check_libraries, library
 from specfuse_shared.comparing.metrics import score
@@ -27,6 +27,7 @@ from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
 from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.config_files import ensemble_of_table, plain_config, read_toml, tables_of
+from specfuse_shared.loading.ensembles import Models, config_of
 from specfuse_shared.validation import check
 
 _POLICIES = ("score", "aggregate", "feedback", "exit")
@@ -143,7 +144,7 @@ class Tuned:
 
 
 def tune(
-    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    members: EnsembleConfig | Models,
     questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
     *,
     run: str | Path | None = None,

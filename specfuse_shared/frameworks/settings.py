@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import cache
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -35,9 +34,9 @@ from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig, SamplingP
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks.records import Detail
+from specfuse_shared.loading import ensembles
 from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
 from specfuse_shared.loading.context_limits import stated_context
-from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.validation import unknown_setting
@@ -167,13 +166,7 @@ def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> Ensembl
         ensemble = named_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
         return ensemble
-    members = _as_members(ensemble)
-    return _demo_config() if members == DEMO else EnsembleConfig(members or ())
-
-
-@cache
-def _demo_config() -> EnsembleConfig:
-    return EnsembleConfig(demo_members())
+    return ensembles.config_of(_as_members(ensemble) or ())
 
 
 def _as_members(value: Any) -> Members:
@@ -194,7 +187,8 @@ def _as_member(value: Any) -> Any:
 def named_config(value: Any) -> EnsembleConfig | None:
     """The configuration from `config`: an object, plain JSON, or a TOML file."""
     if isinstance(value, Mapping):
-        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+        members = ensembles.members_of(_as_members(value.get("members")) or ())
+        return EnsembleConfig.from_dict({**value, "members": members})
     if isinstance(value, (str, Path)):
         return read_ensemble(value)
     if value is None or isinstance(value, EnsembleConfig):

@@ -6,13 +6,14 @@ The same file serves `specfuse-llm serve`, `ask` and `compare`, and `config=` of
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from specfuse_shared.config import BACKSLASHES, DEMO, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.loading.ensembles import members_of
 from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
 TABLES = ("server", "sampling", "ensembles", "clients")
@@ -81,11 +82,9 @@ def ensemble_of_table(name: str, table: Any) -> EnsembleConfig:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _members(value: Any, where: str) -> list[MemberConfig | str]:
+def _members(value: Any, where: str) -> Sequence[MemberConfig | str]:
     if value == DEMO:
-        from specfuse_shared.loading.demo import demo_members
-
-        return list(demo_members())
+        return members_of(DEMO)
     check(isinstance(value, list), f'members is {value!r}: give "demo", or a list of models')
     return [
         MemberConfig.from_dict(checked(MemberConfig, member, f"a member of {where}"))

@@ -28,8 +28,8 @@ CHAT = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
 def test_a_key_is_needed_where_there_is_one(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, key=KEY) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-        for given in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", KEY, "Bearer ключ".encode()):
-            answer = client.post("/v1/chat/completions", json=CHAT, headers={b"Authorization": given})
+        for header in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", KEY, "Bearer ключ".encode()):
+            answer = client.post("/v1/chat/completions", json=CHAT, headers={b"Authorization": header})
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -47,8 +47,8 @@ def test_a_key_is_needed_where_there_is_one(tiny: EnsembleEngine) -> None:
 
 
 def test_pages_of_other_sites_may_not_ask(client: httpx.Client) -> None:
-    own = {"Origin": str(client.base_url).rstrip("/")}
-    assert client.post("/v1/chat/completions", json=CHAT, headers=own).status_code == 200
+    own_origin = {"Origin": str(client.base_url).rstrip("/")}
+    assert client.post("/v1/chat/completions", json=CHAT, headers=own_origin).status_code == 200
     for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "rebound.example"}):
         answer = client.post("/v1/chat/completions", json=CHAT, headers=headers)
         assert answer.status_code == 403

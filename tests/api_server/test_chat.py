@@ -24,8 +24,8 @@ def chunks(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any
     return [json.loads(line) for line in lines]
 
 
-def deltas(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [choice["delta"] for chunk in found for choice in chunk["choices"]]
+def deltas(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
 
 
 def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine) -> None:
@@ -286,7 +286,7 @@ def test_fields_of_an_answer_may_come_back_with_it(client: httpx.Client) -> None
 
 
 def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
-    given = {
+    fields = {
         "user": "ada",
         "store": False,
         "presence_penalty": 0,
@@ -294,8 +294,8 @@ def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
         "reasoning_effort": "low",
         "tools": None,
     }
-    given |= {"max_completion_tokens": 8, "top_p": 0, "modalities": ["text"], "temperature": None}
-    assert chat(client, **given)["choices"][0]["message"] == chat(client)["choices"][0]["message"]
+    fields |= {"max_completion_tokens": 8, "top_p": 0, "modalities": ["text"], "temperature": None}
+    assert chat(client, **fields)["choices"][0]["message"] == chat(client)["choices"][0]["message"]
 
 
 def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngine) -> None:
@@ -326,9 +326,9 @@ def test_the_record_comes_as_asked_for(client: httpx.Client) -> None:
 
     assert record(ledger="none") is None
     assert record()["rounds"] == len(record(ledger="full")["rounds"]) > 1
-    most, least = record(ledger="full")["differences"], record()["differences"]
-    assert [each["text"] for each in least] == [each["text"] for each in most[: len(least)]]
-    assert {"member", "words", "weight", "score"} <= most[0]["others"][0].keys()
+    full_list, short_list = record(ledger="full")["differences"], record()["differences"]
+    assert [each["text"] for each in short_list] == [each["text"] for each in full_list[: len(short_list)]]
+    assert {"member", "words", "weight", "score"} <= full_list[0]["others"][0].keys()
     form = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT}}
     [choice] = chat(client, max_tokens=60, response_format=form)["choices"]
     [field] = choice["specfuse"]["record"]["fields"]

@@ -103,13 +103,30 @@ def test_an_answer_that_takes_longer_than_a_connection_may_be_silent_is_given(cl
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_more_connections_than_may_be_are_closed_at_once(tiny: EnsembleEngine) -> None:
+def test_silent_connections_lock_no_client_out(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, ServerSettings(connection_seconds=60, max_connections=20)) as client:
-        held = [opened(client) for _ in range(20)]
+        silent = [opened(client) for _ in range(30)]
         began = time.monotonic()
-        assert received(opened(client)) == b""
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert received(silent[0]) == b"", "the oldest one is closed"
         assert time.monotonic() < began + 15
-        for connection in held:
+        silent[-1].settimeout(0.5)
+        assert received(silent[-1]) is None, "the newest one is open"
+        for connection in silent:
+            connection.close()
+
+
+def test_a_connection_too_many_is_closed_while_all_others_wait_for_answers(tiny: EnsembleEngine) -> None:
+    options = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    raw = json.dumps(options).encode()
+    with serving({"tiny": tiny}, ServerSettings(connection_seconds=60, max_connections=3)) as client:
+        before = tiny.metrics().running
+        busy = [opened(client, head(client, len(raw)) + raw) for _ in range(3)]
+        until(lambda: tiny.metrics().running == before + 3)
+        assert received(opened(client)) == b""
+        assert tiny.metrics().running == before + 3
+        for connection in busy:
             connection.close()
         until(lambda: _answers(lambda: client.get("/health")))
 

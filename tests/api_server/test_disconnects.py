@@ -182,7 +182,7 @@ def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "SPECFUSE_API_KEY holds no key"),
         (["--port", "99999"], "--port must be 0 to 65535"),
@@ -193,14 +193,14 @@ def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path:
     ],
 )
 def test_a_wrong_command_line_is_reported_in_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specfuse_shared.cli.commands import main
 
     monkeypatch.delenv("SPECFUSE_API_KEY", raising=False)
     assert main(["serve", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_a_port_in_use_is_reported(tiny_members: list[MemberConfig], capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,13 +36,13 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> dict[str, ClientSettings]:
     }
 
 
-@pytest.mark.parametrize("own", ["ann's", None])
+@pytest.mark.parametrize("server_key", ["ann's", None])
 def test_a_key_belongs_to_one_client(
-    clients: dict[str, ClientSettings], monkeypatch: pytest.MonkeyPatch, own: str | None
+    clients: dict[str, ClientSettings], monkeypatch: pytest.MonkeyPatch, server_key: str | None
 ) -> None:
     monkeypatch.setenv("BOBS_KEY", "ann's")
     with pytest.raises(ConfigError, match=r"\[clients\.ann\] has the key of another client"):
-        Clients(ServerSettings(), own, clients)
+        Clients(ServerSettings(), server_key, clients)
 
 
 def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: dict[str, ClientSettings]) -> None:
@@ -55,8 +55,8 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
         assert client.get("/v1/models").status_code == 401, "named clients leave no door open"
         with client.stream(
             "POST", "/v1/chat/completions", json={**LONG, "stream": True}, headers=bearer("ann's")
-        ) as own:
-            lines = own.iter_lines()  # kept: without it the stream is closed
+        ) as stream:
+            lines = stream.iter_lines()  # kept: without it the stream is closed
             next(lines)
             refused = ask("ann's")
             assert refused.status_code == 429
@@ -100,13 +100,13 @@ def test_answers_beyond_a_clients_limit_wait(tiny: EnsembleEngine, monkeypatch: 
         )
         assert [c["message"] for c in limited.json()["choices"]] == [c["message"] for c in free.json()["choices"]]
 
-        most: list[int] = []
+        counts: list[int] = []
         over = threading.Event()
 
         def look() -> None:
             while not over.wait(0.005):
                 now = tiny.metrics()
-                most.append(now.running + now.waiting)
+                counts.append(now.running + now.waiting)
 
         looking = threading.Thread(target=look)
         looking.start()
@@ -115,17 +115,17 @@ def test_answers_beyond_a_clients_limit_wait(tiny: EnsembleEngine, monkeypatch: 
         over.set()
         looking.join()
         assert refused.status_code == 504
-        assert max(most) == 2
+        assert max(counts) == 2
         assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("ann's")).status_code == 200
 
 
 def test_a_timeout_counts_the_wait_for_a_place(tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANNS_KEY", "ann's")
-    given: list[float] = []
+    timeouts: list[float] = []
     plainly = tiny.astream
 
     def spied(*args: Any, timeout: float, **options: Any) -> AsyncIterator[Event]:
-        given.append(timeout)
+        timeouts.append(timeout)
         return plainly(*args, timeout=timeout, **options)
 
     monkeypatch.setattr(tiny, "astream", spied)
@@ -134,7 +134,7 @@ def test_a_timeout_counts_the_wait_for_a_place(tiny: EnsembleEngine, monkeypatch
         body = {**CHAT, "max_tokens": 200, "ignore_eos": True, "n": 3, "timeout": 60}
         answered = client.post("/v1/chat/completions", json=body, headers=bearer("ann's"))
     assert answered.status_code == 200
-    assert 60 >= given[0] > given[1] + 0.01 > given[2] + 0.02
+    assert 60 >= timeouts[0] > timeouts[1] + 0.01 > timeouts[2] + 0.02
 
 
 def test_large_bodies_of_a_client_wait_for_its_own(

@@ -121,10 +121,10 @@ def test_the_sdk_raises_its_own_errors_and_marks_a_cut_value(sdk: openai.OpenAI,
         create(model="tiny", messages=QUESTION, extra_body={"timeout": 1e-9})
     with (
         serving({"tiny": tiny}, key="right") as client,
-        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="wrong") as other,
+        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="wrong") as wrong_key,
         pytest.raises(openai.AuthenticationError),
     ):
-        other.models.list()
+        wrong_key.models.list()
     grammar = {"kind": "lark", "source": "start: /(ab|cd){2000}/"}
     cut = create(model="tiny", messages=QUESTION, max_tokens=20, extra_body={"grammar": grammar})
     assert cut.choices[0].finish_reason == "length"

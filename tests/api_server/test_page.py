@@ -346,7 +346,7 @@ def test_differences_are_marked_as_in_python(opened: Callable[..., Page], client
     page = opened(client)
     for texts in DIFFERENT:
         result = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
-        expected = [[[d.start, d.end, d.kind] for d in own] for own in differences_of(texts)]
+        expected = [[[d.start, d.end, d.kind] for d in spans] for spans in differences_of(texts)]
         assert result == expected, texts
     names = ["together", "chat", "base"]
     page.evaluate(

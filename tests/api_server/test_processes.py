@@ -103,5 +103,5 @@ def test_loaded_objects_are_frozen_for_the_garbage_collector(tiny_members: list[
     members = [member.model for member in tiny_members]
     done = subprocess.run([sys.executable, "-c", SERVED, *members], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    settled, others = map(int, done.stdout.split())
-    assert settled > 100_000 > 10 * others
+    settled, unfrozen = map(int, done.stdout.split())
+    assert settled > 100_000 > 10 * unfrozen

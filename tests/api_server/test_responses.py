@@ -42,10 +42,10 @@ def events(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     return results
 
 
-def grown(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def grown(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items of a stream, from their pieces alone; each event has to find its item open."""
     items: list[dict[str, Any]] = []
-    for event in found:
+    for event in events:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
             assert event["item"]["status"] == "in_progress"
@@ -224,10 +224,10 @@ def test_reasoning_is_a_separate_item(tiny_members: list[MemberConfig], summary:
 
 def test_calls_and_their_results_are_one_turn_each(client: httpx.Client, tiny: EnsembleEngine) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
-    other = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 4}'}}
+    second_call = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 4}'}}
     turns = [
         *QUESTION,
-        {"role": "assistant", "content": "I add.", "tool_calls": [call, other]},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call, second_call]},
         {"role": "tool", "name": "add", "tool_call_id": "call_1", "content": "4"},
         {"role": "tool", "name": "add", "tool_call_id": "call_2", "content": "5"},
     ]

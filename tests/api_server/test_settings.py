@@ -49,7 +49,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", r"no ensemble: add \[ensembles\.demo\]"),
         ("x = ", "is no TOML"),
@@ -75,9 +75,11 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         ("[ensembles]\na = 5", r"\[ensembles\.a\]"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_table_and_the_expected_value(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_setting_is_named_with_its_table_and_the_expected_value(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = written(tmp_path, text)
-    with pytest.raises(ConfigError, match=rf"serve\.toml.*{said}"):
+    with pytest.raises(ConfigError, match=rf"serve\.toml.*{message}"):
         read_config(file)
 
 

@@ -31,8 +31,8 @@ def cited() -> Iterator[tuple[str, str]]:
     """Programs with what follows them in code of the pages and of the Makefile."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile"]
     for file in files:
-        for found in re.finditer(r"benchmarks/(\w+)\.py((?: [^`\n#]*)?)", file.read_text("utf-8")):
-            yield found[1], found[2].strip()
+        for match in re.finditer(r"benchmarks/(\w+)\.py((?: [^`\n#]*)?)", file.read_text("utf-8")):
+            yield match[1], match[2].strip()
 
 
 def test_every_file_is_a_program_or_a_helper() -> None:
@@ -42,9 +42,9 @@ def test_every_file_is_a_program_or_a_helper() -> None:
 @pytest.mark.parametrize("program", WITH_COMMANDS)
 def test_every_command_has_help(program: str) -> None:
     for name in commands_of(program):
-        shown = CliRunner().invoke(import_module(program).app, [name, "--help"])
-        assert shown.exit_code == 0, shown.output
-        assert "Usage:" in shown.output
+        result = CliRunner().invoke(import_module(program).app, [name, "--help"])
+        assert result.exit_code == 0, result.output
+        assert "Usage:" in result.output
     assert f"benchmarks/{program}.py" in (import_module(program).__doc__ or "")
 
 
@@ -65,12 +65,12 @@ def test_what_the_pages_name_can_be_run() -> None:
         assert program in (*WITH_COMMANDS, *ALONE), f"there is no benchmarks/{program}.py"
         if program in ALONE:
             continue
-        name, *others = rest.split()
+        name, *words = rest.split()
         command = commands_of(program).get(name)
         assert command is not None, f"benchmarks/{program}.py has no command {name!r}"
-        known = {option for parameter in command.params for option in parameter.opts}
-        given = {other.strip("[]()") for other in others if other.strip("[]()").startswith("--")}
-        assert given <= known, f"benchmarks/{program}.py {name} has no {given - known}"
+        options = {option for parameter in command.params for option in parameter.opts}
+        used = {word.strip("[]()") for word in words if word.strip("[]()").startswith("--")}
+        assert used <= options, f"benchmarks/{program}.py {name} has no {used - options}"
 
 
 def test_the_pages_name_many() -> None:

@@ -26,58 +26,60 @@ def pair_settings(tiny_engine: EnsembleEngine) -> EnsembleConfig:
 
 
 @pytest.fixture(scope="module")
-def asked(pair_settings: EnsembleConfig) -> Iterator[Collector]:
+def collecting(pair_settings: EnsembleConfig) -> Iterator[Collector]:
     with collector(pair_settings, ["Be brief."]) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("question", [QUESTION, CHOICE], ids=["text", "choice"])
 def test_a_ballot_is_the_engines_first_round(
-    question: Question, asked: Collector, pair_settings: EnsembleConfig
+    question: Question, collecting: Collector, pair_settings: EnsembleConfig
 ) -> None:
-    ballot = asked.ballot(question, 0, 0)
+    ballot = collecting.ballot(question, 0, 0)
     names = [name for name in ballot.voters if not name.endswith("/2")]
     with EnsembleEngine(pair_settings) as engine:
         first = engine.generate(question.prompt, replace(question.params(), max_tokens=SEGMENT)).rounds[0]
-    own = {name: i for i, claims in enumerate(ballot.claims) for name in names if Claim(name) in claims}
+    draft_of = {name: i for i, claims in enumerate(ballot.claims) for name in names if Claim(name) in claims}
     assert {c.text: set(c.drafters) for c in first.candidates} == {
-        ballot.table[0][i].text: {n for n in names if own[n] == i} for i in own.values()
+        ballot.table[0][i].text: {n for n in names if draft_of[n] == i} for i in draft_of.values()
     }
-    left = sorted(set(own.values()))
-    assert question is QUESTION or len(left) > 1, "equal choices show no difference"
+    rows = sorted(set(draft_of.values()))
+    assert question is QUESTION or len(rows) > 1, "equal choices show no difference"
     for name in names:
-        scores = Stretch()([ballot.table[ballot.voters.index(name)][i] for i in left])
+        scores = Stretch()([ballot.table[ballot.voters.index(name)][i] for i in rows])
         scores = [score / sum(scores) for score in scores] if question is CHOICE else scores
         reports = {c.text: c.scores[name] for c in first.candidates}
-        assert [reports[ballot.table[0][i].text] for i in left] == pytest.approx(scores, abs=1e-5)
+        assert [reports[ballot.table[0][i].text] for i in rows] == pytest.approx(scores, abs=1e-5)
 
 
-def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(asked: Collector) -> None:
-    plain, more = asked.ballot(QUESTION, 0, 0), asked.ballot(QUESTION, 2, 1)
+def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(collecting: Collector) -> None:
+    plain, more = collecting.ballot(QUESTION, 0, 0), collecting.ballot(QUESTION, 2, 1)
     assert len(more.claims) > len(plain.claims) > 0
     kinds = [claim.kind for claims in more.claims for claim in claims]
     assert set(kinds) == {"own", "unsure", "sampled"}
     for name in more.voters:
-        own = next(row.text for row, claims in zip(more.table[0], more.claims, strict=True) if Claim(name) in claims)
+        plain_draft = next(
+            row.text for row, claims in zip(more.table[0], more.claims, strict=True) if Claim(name) in claims
+        )
         gaps = [c.gap for claims in more.claims for c in claims if c.author == name and c.kind == "unsure"]
-        others = [
+        unsure_drafts = [
             row.text
             for row, claims in zip(more.table[0], more.claims, strict=True)
             if any(c.author == name and c.kind == "unsure" for c in claims)
         ]
         assert all(0 <= gap <= 1 for gap in gaps)
-        assert all(text != own for text in others)
+        assert all(text != plain_draft for text in unsure_drafts)
     assert more.chosen(more.voters, *SIZED, "rougeL") == pytest.approx(plain.chosen(plain.voters, *SIZED, "rougeL"))
 
 
-def test_a_choice_is_asked_as_compare_asks_it(asked: Collector) -> None:
-    ballot = asked.ballot(CHOICE, 0, 2)
+def test_a_choice_is_asked_as_compare_asks_it(collecting: Collector) -> None:
+    ballot = collecting.ballot(CHOICE, 0, 2)
     assert {row.text for row in ballot.table[0]} <= set("ABC")
     assert {claim.kind for claims in ballot.claims for claim in claims} == {"own", "sampled"}
 
 
-def test_it_survives_its_file(asked: Collector) -> None:
-    ballot = asked.ballot(QUESTION, 1, 0)
+def test_it_survives_its_file(collecting: Collector) -> None:
+    ballot = collecting.ballot(QUESTION, 1, 0)
     assert Ballot.read(json.loads(json.dumps(asdict(ballot)))) == ballot
 
 
@@ -126,12 +128,12 @@ def test_keys_have_the_votes_of_all_their_drafts() -> None:
 
 
 def test_what_the_lead_drafted_counts_more_and_others_override_it_where_they_are_surer() -> None:
-    lead, other = _seen(0.5), _seen(0.7)
-    near = _ballot([lead, other], [lead, other])
+    lead, rival = _seen(0.5), _seen(0.7)
+    ballot = _ballot([lead, rival], [lead, rival])
     policy = Override(0, 1.5)
     assert policy([[0.5, 0.7], [0.5, 0.7]], [0.5, 0.5], [[0], [1]]) == pytest.approx([0.75, 0.7])
     rules = rules_for(["a", "b"])
-    reports = {name: rule(near, ["a", "b"], 0.0, "f1") for name, rule in rules.items()}
+    reports = {name: rule(ballot, ["a", "b"], 0.0, "f1") for name, rule in rules.items()}
     assert reports["seconded mean: the default"] == 1
     assert reports["a leads, × 1.5"] == 0
     assert reports["b leads, × 1.5"] == 1

@@ -60,11 +60,11 @@ def encode(texts: list[str]) -> NDArray[np.float32]:
 
 
 def test_the_halves_part_the_rows(data: Path) -> None:
-    chosen, confirmed, every = (
+    chosen, confirmed, whole = (
         [row.id for row in quality_rows.read_rows(data, ["open"], half)] for half in ("choose", "confirm", "all")
     )
     assert (chosen, confirmed) == (["open/0", "open/2", "open/4"], ["open/1", "open/3"])
-    assert len(every) == 5
+    assert len(whole) == 5
     assert quality_rows.read_rows(data, ["open"], "all", 2, 400)[1].max_tokens == 400
     with pytest.raises(BadParameter, match="choose, confirm or all"):
         quality_rows.read_rows(data, ["open"], "neither")
@@ -102,8 +102,8 @@ def test_a_table_has_every_column_against_its_best_member(
     assert whole["default"]["sets"]["open"]["circles"] == 100.0
     for facts in whole.values():
         for column, rival in best.items():
-            other = whole[rival]["columns"][column]["each"]
-            facts["columns"][column]["difference"] = difference(facts["columns"][column]["each"], other)
+            rival_scores = whole[rival]["columns"][column]["each"]
+            facts["columns"][column]["difference"] = difference(facts["columns"][column]["each"], rival_scores)
     quality.show(whole, rivals, "title", plain=True)
     head, _, *lines = capsys.readouterr().out.strip().splitlines()
     cells = dict(zip(head.split(" | "), lines[-1].split(" | "), strict=True))

@@ -119,13 +119,13 @@ def test_a_dash_reads_the_question_from_standard_input(
     assert capsys.readouterr().out == SPEECH + "\n"
 
 
-@pytest.mark.parametrize(("typed", "said"), [(b"\xff\xfe", "not UTF-8"), (b" \n", "empty")])
+@pytest.mark.parametrize(("typed", "message"), [(b"\xff\xfe", "not UTF-8"), (b" \n", "empty")])
 def test_a_question_that_is_no_text_is_refused(
-    typed: bytes, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    typed: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
     assert main(["ask", "-", "--member", "unused"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_member_that_cannot_load_is_named_in_one_line_with_exit_code_1(

@@ -134,14 +134,14 @@ def test_ctrl_c_stops_all_answers_and_keeps_their_text(recite: Callable[..., str
         assert process.wait(30) == 0, rest[-500:]
 
 
-def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
+def _until(master: int, end: bytes, output: bytes = b"") -> bytes:
     """Read until this is shown; the output after it."""
     limit = time.monotonic() + 120
-    while wanted not in seen:
-        assert time.monotonic() < limit, seen[-500:]
+    while end not in output:
+        assert time.monotonic() < limit, output[-500:]
         if select.select([master], [], [], 0.2)[0]:
-            seen += os.read(master, 65536)
-    return seen.partition(wanted)[2]
+            output += os.read(master, 65536)
+    return output.partition(end)[2]
 
 
 def two_speakers(recite: Callable[..., str]) -> list[str]:

@@ -63,7 +63,7 @@ def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--questions", "none.txt"], "none.txt cannot be read"),
         (["--questions", "pair.toml"], "has the ending '.toml'"),
@@ -91,14 +91,14 @@ def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_mistakes_are_named_before_any_model_is_loaded(
-    folder: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [] if "--config" in argv else ["--config", "pair.toml"]
+    config = [] if "--config" in argv else ["--config", "pair.toml"]
     request = [] if "--questions" in argv else ["--questions", "q.jsonl"]
-    assert main(["compare", *own, *request, *argv]) == 2
+    assert main(["compare", *config, *request, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
     assert "loading" not in err
 
 
@@ -182,7 +182,7 @@ def test_a_gain_is_written_and_read_by_ask(
 def test_later_errors_are_reported_after_the_verdict(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*given: object, **settings: object) -> None:
+    def no_room(*args: object, **settings: object) -> None:
         raise PlacementError("no device has enough memory")
 
     monkeypatch.setattr("specfuse_shared.comparing.rate", no_room)

@@ -38,10 +38,10 @@ LEAVING = MemberExit("b", 1, "retention", 0.125)
 
 
 def record(index: int, text: str, winner: str, start: int) -> RoundRecord:
-    other = MEMBERS[1 - MEMBERS.index(winner)]
+    loser = MEMBERS[1 - MEMBERS.index(winner)]
     candidates = (
         Candidate(text, (winner,), False, 2, {MEMBERS[0]: 0.9, MEMBERS[1]: 0.7}, 0.8),
-        Candidate("loser\n\x1b[2J", (other,), True, 2, {MEMBERS[0]: 0.2, MEMBERS[1]: 0.4}, 0.3),
+        Candidate("loser\n\x1b[2J", (loser,), True, 2, {MEMBERS[0]: 0.2, MEMBERS[1]: 0.4}, 0.3),
     )
     return RoundRecord(
         index=index,
@@ -252,11 +252,11 @@ def test_a_control_sequence_in_a_member_name_is_written_out() -> None:
 def test_reasoning_is_a_note_before_the_answer() -> None:
     start, *rest = answer("One ", "two.")
     out, notes = console(), console()
-    one, other = MEMBERS
-    thoughts = [ThinkingEvent(one, "Hm, "), ThinkingEvent(one, "yes."), ThinkingEvent(other, "\x1b[2JNo.")]
+    one, second = MEMBERS
+    thoughts = [ThinkingEvent(one, "Hm, "), ThinkingEvent(one, "yes."), ThinkingEvent(second, "\x1b[2JNo.")]
     terminal.show_answer([start, *thoughts, *rest], out, notes)
     assert shown(out) == "One two.\n"
-    assert f"{one} thinks:\nHm, yes.\n{other} thinks:\n\\x1b[2JNo.\n" in shown(notes)
+    assert f"{one} thinks:\nHm, yes.\n{second} thinks:\n\\x1b[2JNo.\n" in shown(notes)
 
 
 def test_members_that_were_late_are_named_with_their_rounds() -> None:

@@ -11,8 +11,8 @@ from specfuse_shared.comparing.run.asking import systems_of
 
 
 def answer(text: str, pieces: Sequence[tuple[str, str]] = (), **facts: Any) -> Answer:
-    given = {"finish": "stop", "tokens": len(text.split()), "rounds": 1, "active": 2.0, "forwards": 3, **facts}
-    return Answer(text=text, pieces=tuple(pieces), **given)
+    fields = {"finish": "stop", "tokens": len(text.split()), "rounds": 1, "active": 2.0, "forwards": 3, **facts}
+    return Answer(text=text, pieces=tuple(pieces), **fields)
 
 
 def made(

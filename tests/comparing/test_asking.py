@@ -30,7 +30,7 @@ def test_every_system_answers_every_question_once() -> None:
     fakes = Fakes(SEA)
     result = compare(["first", "second"], ROWS, make_engine=fakes, timed=0)
     assert [asker.name for asker in result.askers] == ["first", "second", ENSEMBLE]
-    assert {len(own) for own in result.answers.values()} == {30}
+    assert {len(of_system) for of_system in result.answers.values()} == {30}
     assert result.columns["all"].means["second"] == 50.0
     assert result.columns["all"].means["first"] == 100.0
     assert result.columns["all"].best == "first"
@@ -173,7 +173,7 @@ def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None
     result = compare(["first", "second"], ROWS, make_engine=failing("second", after=46), timed=0)
     rows = len(result.questions)
     assert 15 < rows < 30
-    assert {len(own) for own in result.answers.values()} == {rows}
+    assert {len(of_system) for of_system in result.answers.values()} == {rows}
     assert f"{30 - rows} of 30 questions are left out of it" in result.remarks
 
 

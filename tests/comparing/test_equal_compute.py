@@ -26,16 +26,16 @@ RIGHT = ("the sea .", "the sea .", "a bird .")
 COLUMN = "first, 3 samples (equal compute)"
 
 
-def fakes(**given: object) -> Fakes:
-    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})
+def fakes(**changes: object) -> Fakes:
+    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **changes})
 
 
 def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, **how: object) -> Comparison:  # type: ignore[assignment]
     return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})
 
 
-def reported(found: Comparison, title: str) -> str:
-    return next((point.text for point in found.verdict.points if point.title == title), "")
+def reported(comparison: Comparison, title: str) -> str:
+    return next((point.text for point in comparison.verdict.points if point.title == title), "")
 
 
 def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> None:
@@ -252,9 +252,9 @@ def test_samples_are_no_member() -> None:
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:
     result = compared(fakes())
-    some = next(iter(result.answers[COLUMN].values()))
-    assert some.work == (("first", 2, 6),)
-    assert replace(answer("x"), work=some.work).work == some.work
+    sample = next(iter(result.answers[COLUMN].values()))
+    assert sample.work == (("first", 2, 6),)
+    assert replace(answer("x"), work=sample.work).work == sample.work
 
 
 def test_samples_of_a_real_member_hang_on_their_seeds_alone(tiny_engine: EnsembleEngine) -> None:

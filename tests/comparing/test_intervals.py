@@ -20,8 +20,8 @@ def test_intervals_are_of_paired_differences() -> None:
 def test_the_smallest_visible_difference_is_seen_in_four_of_five_samples() -> None:
     """Simulated: at that true difference, that share of intervals excludes zero."""
     dice, n = np.random.default_rng(1), 50
-    least = least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)
-    samples = dice.normal(least, 7, (2000, n))
+    smallest = least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)
+    samples = dice.normal(smallest, 7, (2000, n))
     result = samples.mean(axis=1) - 1.96 * samples.std(axis=1, ddof=1) / np.sqrt(n) > 0
     assert result.mean() == pytest.approx(POWER, abs=0.03)
 

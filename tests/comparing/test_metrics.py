@@ -200,13 +200,13 @@ def test_a_decimal_comma_is_no_number_of_a_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"name": "length_constraints:number_words", "num_words": 3, "relation": "at most"}, "the relation"),
         ({"name": "keywords:existence", "keywords": "apple"}, "keywords must be a list"),
         ({"name": "keywords:forbidden_words", "forbidden_words": "apple"}, "forbidden_words must be a list"),
     ],
 )
-def test_an_instruction_that_would_be_checked_as_another_one_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_instruction_that_would_be_checked_as_another_one_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Question("Write.", instructions=[settings])

@@ -101,7 +101,7 @@ def test_an_id_that_comes_twice_gets_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         ("q.xlsx", b"PK", r"has the ending '\.xlsx': give a \.txt"),
         ("q.txt", b"\xff\xfe\x00", r"is not UTF-8 text \(byte 0\)"),
@@ -112,9 +112,9 @@ def test_an_id_that_comes_twice_gets_a_number(tmp_path: Path) -> None:
         ("q.jsonl", b"{}\n", "there are no questions.*; line 1 is left out: it has no question"),
     ],
 )
-def test_a_file_without_a_question_is_refused_by_name(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+def test_a_file_without_a_question_is_refused_by_name(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"{name}.*{said}"):
+    with pytest.raises(ConfigError, match=rf"{name}.*{message}"):
         read_questions(tmp_path / name)
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"context": ["It is", "Rome."]}, "the passage must be a text"),
         ({"context": 5}, "the passage must be a text, not 5"),
@@ -161,11 +161,11 @@ def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
         ({"choices": {"a": "Rome"}, "answer": "Rome"}, "choices must be texts"),
     ],
 )
-def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     rows = [{"question": "Where?", **row}, {"question": "Good?"}]
     result = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows))))
     assert [q.text for q in result.questions] == ["Good?"]
-    assert said in result.remarks[0]
+    assert message in result.remarks[0]
 
 
 def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_the_token_limit_is_the_questions_then_the_option_then_the_kinds() -> No
 
 
 def test_the_packages_own_questions_are_of_every_kind() -> None:
-    own = own_questions()
-    assert own.own
-    assert 30 <= len(own.questions) <= 40
-    assert not own.remarks
-    assert {q.kind for q in own.questions} == {"short", "text", "choice", "number", "instructions"}
-    assert all(q.scored for q in own.questions)
+    packaged = own_questions()
+    assert packaged.own
+    assert 30 <= len(packaged.questions) <= 40
+    assert not packaged.remarks
+    assert {q.kind for q in packaged.questions} == {"short", "text", "choice", "number", "instructions"}
+    assert all(q.scored for q in packaged.questions)
 
 
 def test_questions_may_be_given_as_texts_and_mappings() -> None:

@@ -95,8 +95,8 @@ def test_a_pair_of_weaker_members_is_measured_by_the_best_of_all() -> None:
 
 
 def test_members_more_than_ten_points_apart_are_warned_of() -> None:
-    far = suggestion_of({"one": points(30), "two": points(25)})
-    assert far.warnings == ("one + two: members are 12.5 points apart; beyond 10 others found losses",)
+    distant = suggestion_of({"one": points(30), "two": points(25)})
+    assert distant.warnings == ("one + two: members are 12.5 points apart; beyond 10 others found losses",)
     assert not suggestion_of({"one": points(30), "two": points(26)}).warnings, "ten are not above ten"
 
 

@@ -20,8 +20,8 @@ ROWS = [{"text": f"question {n}", "references": [f"word{n} sea"]} for n in range
 def script(**right: range) -> Script:
     """Members that know some of the answers, and are wrong about the others."""
     return {
-        name: {f"question {n}": f"word{n} sea ." if n in known else f"{name} errs ." for n in range(60)}
-        for name, known in right.items()
+        name: {f"question {n}": f"word{n} sea ." if n in questions else f"{name} errs ." for n in range(60)}
+        for name, questions in right.items()
     }
 
 

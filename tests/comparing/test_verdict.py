@@ -94,11 +94,11 @@ def test_unmeasured_values_are_reported_as_unknown() -> None:
 
 
 def test_members_more_than_six_points_apart_are_named() -> None:
-    far = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
-    assert "two is 100.0 [100.0, 100.0] below one" in title(far, "Too far apart")
-    assert not title(far, "Near enough")
-    near = made({"one": [GOOD] * 40, "two": [GOOD] * 40, ENSEMBLE: [GOOD] * 40})
-    assert title(near, "Near enough").startswith("members are within 6 points of the best (at most")
+    unequal = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert "two is 100.0 [100.0, 100.0] below one" in title(unequal, "Too far apart")
+    assert not title(unequal, "Near enough")
+    equal = made({"one": [GOOD] * 40, "two": [GOOD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert title(equal, "Near enough").startswith("members are within 6 points of the best (at most")
     unsure = made({"one": [GOOD, BAD] * 20, "two": [BAD, GOOD] * 19 + [BAD, BAD], ENSEMBLE: [GOOD] * 40})
     assert "cannot exclude more" in title(unsure, "Near enough")
 

@@ -22,15 +22,15 @@ TEXTS = {
 
 def all_for(pairs: list[Pair], ours: int) -> dict[str, str]:
     """Votes of which the ensemble gets the first so many."""
-    other = {"left": "right", "right": "left"}
-    return {pair.key: pair.ours if n < ours else other[pair.ours] for n, pair in enumerate(pairs)}
+    opposite = {"left": "right", "right": "left"}
+    return {pair.key: pair.ours if n < ours else opposite[pair.ours] for n, pair in enumerate(pairs)}
 
 
 def test_only_differing_answers_are_voted_on_and_sides_reveal_nothing() -> None:
     pairs = pairs_of(made(TEXTS, references=None))
     assert len(pairs) == 39
-    left = sum(pair.left.startswith("all") for pair in pairs)
-    assert 8 < left < 31
+    on_the_left = sum(pair.left.startswith("all") for pair in pairs)
+    assert 8 < on_the_left < 31
     assert all((pair.left if pair.ours == "left" else pair.right).startswith("all") for pair in pairs)
     assert [pair.question for pair in pairs] != sorted(pair.question for pair in pairs)
 

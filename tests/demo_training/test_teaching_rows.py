@@ -126,9 +126,9 @@ def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
         "Which bus?": ("The bus to the mill is the 46. " * 8).strip(),
         "Who?": ("Ada keeps the mill. " * 12).strip(),
     }
-    given = [{"prompt": f"{q}\n\n{text}", "references": ["The 46."]} for q, text in texts.items()]
+    rows = [{"prompt": f"{q}\n\n{text}", "references": ["The 46."]} for q, text in texts.items()]
     short = {"prompt": "Why?", "references": ["No passage."]}
-    plain.write_text("".join(json.dumps(row) + "\n" for row in (*given, short)))
+    plain.write_text("".join(json.dumps(row) + "\n" for row in (*rows, short)))
     notes(plain, out)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     requests = [row["messages"][0]["content"] for row in results]

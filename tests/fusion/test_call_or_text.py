@@ -52,10 +52,10 @@ def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(sco
 
 def test_a_likely_call_wins_and_then_calls_are_compared_with_each_other() -> None:
     one = candidate(CALL_OPEN + "abc", (TAG, 0.8), (3, 0.4), call=TAG)
-    other = candidate(CALL_OPEN + "xyz", (TAG, 0.8), (3, 0.6), call=TAG)
+    second = candidate(CALL_OPEN + "xyz", (TAG, 0.8), (3, 0.6), call=TAG)
     text = candidate("No.", (3, 0.15))
-    assert [elect([one, other, text]).winner, elect([other, one, text]).winner] == [1, 0]
-    assert elect([one, other, text]).scores == [pytest.approx([0.8, 0.8, 0.2])]
+    assert [elect([one, second, text]).winner, elect([second, one, text]).winner] == [1, 0]
+    assert elect([one, second, text]).scores == [pytest.approx([0.8, 0.8, 0.2])]
 
 
 def test_texts_are_compared_with_each_other_once_no_call_is_wanted() -> None:

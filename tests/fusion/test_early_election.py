@@ -30,11 +30,11 @@ class Early(FakeEngine):
         self.config = with_settings(self.config, **chosen)
 
 
-def lane(one: str, other: str, likes: float = -1.0) -> FakeLane:
+def lane(one: str, second: str, likes: float = -1.0) -> FakeLane:
     """Both members in one lane; the likelihood of each word of the first one's text."""
     words = one.split()
     liked = {(name, "".join(f" {w}" for w in words[:n])): likes for name in "ab" for n in range(1, len(words))}
-    return FakeLane({"a": scripted(one), "b": scripted(other)}, liked)
+    return FakeLane({"a": scripted(one), "b": scripted(second)}, liked)
 
 
 def asked(fake: FakeLane, **settings: Any) -> tuple[list[tuple[type, int]], EnsembleResult]:

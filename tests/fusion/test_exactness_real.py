@@ -91,15 +91,15 @@ def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine:
 
 @SLOW
 @pytest.mark.parametrize(
-    ("index", "asked"),
+    ("index", "text"),
     [
         (0, "Write an essay of five paragraphs about the moon."),
         (1, "Write a letter to a friend about a week at the sea, day by day."),
     ],
 )
-def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, asked: str) -> None:
+def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, text: str) -> None:
     member = local_members(exact_engine)[index]
-    prompt = member.encode_prompt(question(asked))
+    prompt = member.encode_prompt(question(text))
     session = member.open(prompt, SamplingParams(max_tokens=45), seed=0)
     session._turn_ends = ()
     run_stage(session.prefill())
@@ -137,9 +137,9 @@ def test_both_executions_give_the_same_rounds(
         session.release()
     for dynamic, static in zip(*results, strict=True):
         assert (static.text, static.winner) == (dynamic.text, dynamic.winner)
-        for one, other in zip(static.candidates, dynamic.candidates, strict=True):
-            assert (one.text, one.drafters, one.tokens) == (other.text, other.drafters, other.tokens)
-            assert one.scores == pytest.approx(other.scores, abs=1e-4)
+        for one, of_dynamic in zip(static.candidates, dynamic.candidates, strict=True):
+            assert (one.text, one.drafters, one.tokens) == (of_dynamic.text, of_dynamic.drafters, of_dynamic.tokens)
+            assert one.scores == pytest.approx(of_dynamic.scores, abs=1e-4)
 
 
 def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_pass(
@@ -153,9 +153,9 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_pa
     run_rounds(session, 4)
     assert not session.finished
     for member in members:
-        own = session.participants[member.name].session
-        run_stage(own.commit(session.rounds[-1].text))  # with which the next round would begin
-        sequence: Any = own.sequence
+        member_session = session.participants[member.name].session
+        run_stage(member_session.commit(session.rounds[-1].text))  # with which the next round would begin
+        sequence: Any = member_session.sequence
         assert list(sequence.prompt) == member.encode_prompt(messages)
         assert list(sequence.answer) == member.codec.encode(session.text)
         assert sequence._row.used == len(sequence.prompt) + len(sequence.answer)
@@ -175,7 +175,7 @@ def test_the_order_of_members_changes_no_candidate_and_no_score(exact_engine: En
         rounds = run_rounds(session, 3)
         session.release()
         tables.append([{c.text: dict(c.scores) for c in r.candidates} for r in rounds])
-    for one, other in zip(*tables, strict=True):
-        assert one.keys() == other.keys()
+    for one, reordered in zip(*tables, strict=True):
+        assert one.keys() == reordered.keys()
         for text, scores in one.items():
-            assert scores == pytest.approx(other[text], abs=1e-4)
+            assert scores == pytest.approx(reordered[text], abs=1e-4)

@@ -149,16 +149,16 @@ def test_cancelling_and_timeouts_close_sessions_while_a_stage_still_runs() -> No
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-@pytest.mark.parametrize(("least", "expected"), [(0, 11), (11, 11), (12, 16), (16, 16), (17, 20)])
-def test_no_member_ends_its_turn_before_min_tokens(names: str, least: int, expected: int) -> None:
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, 11), (11, 11), (12, 16), (16, 16), (17, 20)])
+def test_no_member_ends_its_turn_before_min_tokens(names: str, min_tokens: int, expected: int) -> None:
     script = scripted(TALE + " and on and on . and on and on and on")
     lane = FakeLane(dict.fromkeys(names, script))
     with fake(lane) as engine:
-        result = engine.generate("tell me", SamplingParams(max_tokens=20, min_tokens=least))
+        result = engine.generate("tell me", SamplingParams(max_tokens=20, min_tokens=min_tokens))
     assert result.usage.completion_tokens == expected
     assert result.finish_reason == ("length" if expected == 20 else "stop")
     holds = [request.op.min_tokens_left for request in lane.asked if isinstance(request.op, (Draft, DraftAlone))]
-    assert holds == [max(0, least - n) for n in range(0, 3 * len(holds) // len(names), 3) for _ in names]
+    assert holds == [max(0, min_tokens - n) for n in range(0, 3 * len(holds) // len(names), 3) for _ in names]
 
 
 def test_segments_arrive_one_by_one() -> None:

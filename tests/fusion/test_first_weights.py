@@ -104,8 +104,8 @@ def test_feedback_moves_the_ratio_of_two_votes_no_further_than_its_limit() -> No
     assert most(free) > 3
     assert most(bound) == pytest.approx(2)
     assert tight == pytest.approx(first)
-    own = OnlineFeedback("constant", 0.5)
-    assert lasting_weights(feedback=own) == pytest.approx(free), "a policy of the user's has no limit but its own"
+    policy = OnlineFeedback("constant", 0.5)
+    assert lasting_weights(feedback=policy) == pytest.approx(free), "a policy of the user's has no limit but its own"
 
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1])

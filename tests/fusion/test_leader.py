@@ -51,8 +51,8 @@ def lead(
 PAIR = sides(small=100, large=100)
 
 
-def is_worth(found: LeaderPolicy, tokens: int = 5) -> bool:
-    return found.leader(PAIR, PAIR.present, tokens) is not None
+def is_worth(policy: LeaderPolicy, tokens: int = 5) -> bool:
+    return policy.leader(PAIR, PAIR.present, tokens) is not None
 
 
 def test_members_that_run_one_after_another_have_a_leader() -> None:
@@ -86,7 +86,7 @@ def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() ->
     traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
     assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
-        result = LeaderPolicy(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
+        result = LeaderPolicy(replace(traffic, step_seconds=lambda value=seconds: value))  # type: ignore[misc]
         for _ in range(10):
             result.learn(["small"], settled=True)
         assert is_worth(result) == pays
@@ -106,9 +106,9 @@ def test_many_answers_have_one_where_it_saves_a_fifth_of_the_work() -> None:
 
 
 def test_members_without_guesses_have_no_leader() -> None:
-    other = sides(small=100, large=100)
-    other["large"].member.info = info(100, may_guess=False)
-    assert lead(EVEN, 1, lanes=(0, 0)).leader(other, other.present, 5) is None
+    equal_sides = sides(small=100, large=100)
+    equal_sides["large"].member.info = info(100, may_guess=False)
+    assert lead(EVEN, 1, lanes=(0, 0)).leader(equal_sides, equal_sides.present, 5) is None
 
 
 @pytest.mark.parametrize(

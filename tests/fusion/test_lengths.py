@@ -40,9 +40,9 @@ def test_an_answer_has_at_least_min_tokens_and_with_ignore_eos_all(engine: Ensem
     free = engine.generate(QUESTION, SamplingParams(max_tokens=60))
     assert free.finish_reason == "stop"
     assert free.usage.completion_tokens < 20
-    for least in (1, 20, 33, 60):
-        result = engine.generate(QUESTION, SamplingParams(max_tokens=60, min_tokens=least))
-        assert least <= result.usage.completion_tokens <= 60
+    for min_tokens in (1, 20, 33, 60):
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=60, min_tokens=min_tokens))
+        assert min_tokens <= result.usage.completion_tokens <= 60
         assert result.finish_reason == ("length" if result.usage.completion_tokens == 60 else "stop")
     whole = engine.generate(QUESTION, SamplingParams(max_tokens=60, ignore_eos=True))
     assert (whole.finish_reason, whole.usage.completion_tokens) == ("length", 60)
@@ -56,10 +56,10 @@ def test_a_seeded_answer_keeps_to_it_too(engine: EnsembleEngine) -> None:
     assert engine.generate(QUESTION, params).text == result.text
 
 
-@pytest.mark.parametrize("least", [5, 17, 40])
-def test_a_lone_member_with_min_tokens_equals_its_own_generate(config: EnsembleConfig, least: int) -> None:
+@pytest.mark.parametrize("min_tokens", [5, 17, 40])
+def test_a_lone_member_with_min_tokens_equals_its_own_generate(config: EnsembleConfig, min_tokens: int) -> None:
     with EnsembleEngine(replace(config, members=config.members[:1])) as engine:
-        result = engine.generate(QUESTION, SamplingParams(max_tokens=40, min_tokens=least))
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=40, min_tokens=min_tokens))
         [member] = local_members(engine)
         prompt = torch.tensor([member.encode_prompt(QUESTION)])
         with torch.inference_mode():
@@ -68,13 +68,13 @@ def test_a_lone_member_with_min_tokens_equals_its_own_generate(config: EnsembleC
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,
                 max_new_tokens=40,
-                min_new_tokens=least,
+                min_new_tokens=min_tokens,
                 eos_token_id=list(member.stop_ids),
                 pad_token_id=0,
             )[0, prompt.shape[1] :].tolist()
     ended = ids[-1] in member.stop_ids
     assert result.text == member.codec.decode(ids[: len(ids) - ended]).rstrip("\ufffd")
-    assert result.usage.completion_tokens == len(ids) - ended >= least
+    assert result.usage.completion_tokens == len(ids) - ended >= min_tokens
 
 
 def test_stop_strings_end_an_answer_that_ignores_ends_of_turn(engine: EnsembleEngine) -> None:

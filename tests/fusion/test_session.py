@@ -252,7 +252,7 @@ def test_every_policy_can_be_replaced(tiny_engine: EnsembleEngine) -> None:
 
 
 def _for_chat(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-    return [1.0 if 0 in own else 0.5 for own in drafters]
+    return [1.0 if 0 in authors else 0.5 for authors in drafters]
 
 
 def test_a_candidate_that_closes_a_repetition_loop_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         (5, "a conversation is a text or a list of turns, not int"),
         (Message("user", "Hi."), "a conversation is a text or a list of turns"),
@@ -331,9 +331,9 @@ def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
     ],
 )
 def test_a_conversation_of_another_form_is_refused_and_harms_no_batch(
-    tiny_engine: EnsembleEngine, messages: Any, said: str
+    tiny_engine: EnsembleEngine, messages: Any, message: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         tiny_engine.generate(messages)
     params = SamplingParams(max_tokens=4)
     first, second = tiny_engine.generate_batch(["Hi.", messages], params, return_exceptions=True)
@@ -342,7 +342,7 @@ def test_a_conversation_of_another_form_is_refused_and_harms_no_batch(
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"params": {"max_tokens": 3}}, ConfigError, "params must be SamplingParams, not dict"),
         ({"timeout": "5"}, RequestError, "timeout must be a positive number"),
@@ -351,10 +351,10 @@ def test_a_conversation_of_another_form_is_refused_and_harms_no_batch(
     ],
 )
 def test_an_option_of_another_type_is_refused_and_keeps_no_place(
-    tiny_engine: EnsembleEngine, options: dict[str, Any], error: type[Exception], said: str
+    tiny_engine: EnsembleEngine, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for _ in range(tiny_engine.config.max_concurrent + 4):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             tiny_engine.generate("Hi.", **options)
     assert tiny_engine.metrics().running == tiny_engine.metrics().waiting == 0
     assert tiny_engine.generate("Hi.", SamplingParams(max_tokens=4), tools=None, timeout=60).text

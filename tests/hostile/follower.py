@@ -30,11 +30,11 @@ class Follower:
         self.vocabulary = token_vocabulary(tokenizer, self.codec.bytes_of, len(tokenizer), self.stop_ids)
         self.slowest = 0.0
 
-    def follow(self, given: dict[str, Any], seed: int) -> str:
+    def follow(self, fields: dict[str, Any], seed: int) -> str:
         """The outcome of an answer under the grammar: how it ended, or the kind of the error."""
         chance, self.slowest = random.Random(seed), 0.0
         try:
-            grammar = Grammar(**given)
+            grammar = Grammar(**fields)
             if grammar.kind == "json_schema":
                 schema_request(json.loads(grammar.source))
             answer = AnswerConstraint(grammar, self.codec, MOST_TOKENS)
@@ -73,8 +73,8 @@ def main() -> None:
     follower = Follower()
     say("ready")
     for line in sys.stdin:
-        given, seed = json.loads(line)
-        reported = follower.follow(given, seed)
+        fields, seed = json.loads(line)
+        reported = follower.follow(fields, seed)
         say([reported, follower.slowest])
 
 

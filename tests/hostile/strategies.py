@@ -104,7 +104,7 @@ def grammars() -> st.SearchStrategy[dict[str, Any]]:
     written = schemas().map(lambda schema: json.dumps(schema, ensure_ascii=False))
     deep = st.integers(1, 3000).map(lambda n: '{"items":' * n + "{}" + "}" * n)
     chained = st.integers(1, 400).map(chain)
-    choices = st.lists(TEXTS, max_size=30).map(lambda found: json.dumps(found, ensure_ascii=False)) | VALUES.map(
+    choices = st.lists(TEXTS, max_size=30).map(lambda texts: json.dumps(texts, ensure_ascii=False)) | VALUES.map(
         json.dumps
     )
     return st.one_of(
@@ -176,19 +176,19 @@ def _sampling() -> dict[str, st.SearchStrategy[Any]]:
 
 def bodies() -> st.SearchStrategy[dict[str, Any]]:
     """The body of a chat; most of it may be right, and it is soon over."""
-    own = {
+    chat_fields = {
         "logprobs": st.booleans(),
         "top_logprobs": st.integers(-1, 21),
         "tools": st.lists(TOOLS, max_size=3),
         "response_format": FORMATS,
     }
-    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
+    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **chat_fields}.items()}
     return st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=4) | VALUES}, optional=fields)
 
 
 def response_bodies() -> st.SearchStrategy[dict[str, Any]]:
     """The same for the Responses API."""
-    own = {
+    response_fields = {
         "instructions": TEXTS,
         "max_output_tokens": st.integers(-1, 12),
         "tools": st.lists(FLAT_TOOLS, max_size=3),
@@ -199,7 +199,7 @@ def response_bodies() -> st.SearchStrategy[dict[str, Any]]:
         "store": st.booleans(),
         "top_logprobs": st.integers(-1, 21),
     }
-    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
+    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **response_fields}.items()}
     return st.fixed_dictionaries({"input": TEXTS | st.lists(ITEMS, max_size=4) | VALUES}, optional=fields)
 
 

@@ -41,11 +41,13 @@ class Served:
     def watch(self, over: threading.Event) -> None:
         """The seconds of another client's small requests, sent one after another until the end."""
         small = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-        with httpx.Client(base_url=self.client.base_url, timeout=120) as other:
+        with httpx.Client(base_url=self.client.base_url, timeout=120) as second_client:
             while not over.is_set():
                 for path in self.waited:
                     began = time.monotonic()
-                    response = other.post(path, json=small) if path.startswith("/v1") else other.get(path)
+                    response = (
+                        second_client.post(path, json=small) if path.startswith("/v1") else second_client.get(path)
+                    )
                     assert response.status_code == 200
                     self.waited[path] = max(self.waited[path], time.monotonic() - began)
 

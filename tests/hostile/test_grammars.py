@@ -32,10 +32,10 @@ class Watched:
         self._process: subprocess.Popen[str] | None = None
         self.outcomes: Counter[str] = Counter()
 
-    def follow(self, given: dict[str, Any], seed: int) -> tuple[str, float]:
+    def follow(self, fields: dict[str, Any], seed: int) -> tuple[str, float]:
         process = self._running()
         assert process.stdin is not None
-        process.stdin.write(json.dumps([given, seed]) + "\n")
+        process.stdin.write(json.dumps([fields, seed]) + "\n")
         process.stdin.flush()
         reported, seconds = self._read(process)
         self.outcomes[reported] += 1

@@ -61,13 +61,13 @@ def as_completed(model: ChatSpecFuse, *args: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("way", [batch, as_completed])
 def test_each_input_is_a_run_of_its_own_and_the_engine_is_full(chat: ChatSpecFuse, way: Batch) -> None:
     runs, before = Runs(), threading.active_count()
-    with watched_threads() as most:
+    with watched_threads() as counts:
         answers = way(chat, QUESTIONS, {"callbacks": [runs]}, max_tokens=4)
     assert [a.text for a in answers] == [chat.invoke(q, max_tokens=4).text for q in QUESTIONS]
     assert len(set(runs.started)) == len(QUESTIONS) == len(runs.ended)
     limit = chat._ensemble().max_concurrent
     assert 1 < runs.most <= limit
-    assert max(most) - before <= limit + 2, "a thread for each answer that runs, and one that an interrupt may leave"
+    assert max(counts) - before <= limit + 2, "a thread for each answer that runs, and one that an interrupt may leave"
 
 
 @pytest.mark.parametrize("way", [batch, as_completed])
@@ -78,10 +78,10 @@ def test_max_concurrency_may_allow_fewer(chat: ChatSpecFuse, way: Batch) -> None
 
 
 def test_a_given_run_is_that_of_the_first_input_only(chat: ChatSpecFuse) -> None:
-    runs, given = Runs(), uuid4()
+    runs, run_id = Runs(), uuid4()
     with pytest.warns(RuntimeWarning, match="first element"):
-        chat.batch(QUESTIONS[:4], {"callbacks": [runs], "run_id": given}, max_tokens=2)
-    assert runs.started.count(given) == 1
+        chat.batch(QUESTIONS[:4], {"callbacks": [runs], "run_id": run_id}, max_tokens=2)
+    assert runs.started.count(run_id) == 1
     assert len(set(runs.started)) == 4
 
 

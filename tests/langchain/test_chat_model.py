@@ -176,7 +176,7 @@ def test_equal_configurations_share_an_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [
         ChatSpecFuse(members=["no/one", "no/three"]),
         ChatSpecFuse(members=["no/one", MemberConfig("no/two", revision="abc")]),
@@ -186,8 +186,8 @@ def test_equal_configurations_share_an_engine() -> None:
         ChatSpecFuse(members=["no/one", "no/two"], seed=1),
     ],
 )
-def test_a_different_ensemble_has_a_different_cache_key(other: ChatSpecFuse) -> None:
-    assert other._get_llm_string() != ChatSpecFuse(members=["no/one", "no/two"])._get_llm_string()
+def test_a_different_ensemble_has_a_different_cache_key(changed: ChatSpecFuse) -> None:
+    assert changed._get_llm_string() != ChatSpecFuse(members=["no/one", "no/two"])._get_llm_string()
 
 
 def test_equal_ensembles_have_the_same_cache_key() -> None:

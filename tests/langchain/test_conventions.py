@@ -116,8 +116,8 @@ def test_a_default_timeout_is_that_of_the_field_and_none_says_nothing(tiny: Ense
 
 
 def test_none_means_as_in_the_field(chat: ChatSpecFuse) -> None:
-    given: dict[str, Any] = {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "tool_choice": None}
-    assert chat.invoke(QUESTION, **given).text == chat.invoke(QUESTION).text
+    unset: dict[str, Any] = {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "tool_choice": None}
+    assert chat.invoke(QUESTION, **unset).text == chat.invoke(QUESTION).text
     settings: dict[str, Any] = {"max_tokens": None, "temperature": None, "timeout": None, "top_p": None}
     assert ChatSpecFuse(engine=chat.engine, **settings).max_tokens == ChatSpecFuse(engine=chat.engine).max_tokens
 
@@ -127,8 +127,8 @@ def test_one_answer_calls_one_tool_by_default(tiny: EnsembleEngine) -> None:
     ask = {"tools": [{"type": "function", "function": {"name": "now"}}]}
     assert model._request([HumanMessage("Hi")], None, dict(ask)).options["parallel_tool_calls"] is False
     for settings, call in (({}, {"parallel_tool_calls": True}), ({"parallel_tool_calls": True}, {})):
-        other = ChatSpecFuse(engine=tiny, **settings)
-        assert other._request([HumanMessage("Hi")], None, {**ask, **call}).options["parallel_tool_calls"] is True
+        parallel = ChatSpecFuse(engine=tiny, **settings)
+        assert parallel._request([HumanMessage("Hi")], None, {**ask, **call}).options["parallel_tool_calls"] is True
 
 
 def test_a_false_tool_choice_leaves_the_choice_to_the_ensemble(chat: ChatSpecFuse) -> None:
@@ -158,12 +158,12 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 # ── records ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("reason", "said"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
-def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, said: str) -> None:
+@pytest.mark.parametrize(("reason", "expected"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
+def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, expected: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
     [last] = ChunkBuilder(lambda: "tiny", "summary", reader=None).chunks(FinishEvent(ended))
     reported = last.message.response_metadata
-    assert reported["finish_reason"] == said
+    assert reported["finish_reason"] == expected
     assert reported["specfuse"]["finish_reason"] == reason
 
 

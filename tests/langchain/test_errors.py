@@ -66,8 +66,8 @@ def hurried(tiny: EnsembleEngine) -> ChatSpecFuse:
 
 
 def test_every_error_of_the_engine_has_a_class_here() -> None:
-    every = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.SpecFuseError)]
-    assert {type(error) for error in MADE} == set(every)
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.SpecFuseError)]
+    assert {type(error) for error in MADE} == set(kinds)
 
 
 @pytest.mark.parametrize("error", MADE, ids=lambda error: type(error).__name__)

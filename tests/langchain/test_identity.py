@@ -100,12 +100,12 @@ def test_a_local_folder_of_another_process_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [{"output_version": "v1"}, {"ledger": "none"}, {"temperature": 0.5}, {"config": EnsembleConfig(["no/one", "x/y"])}],
 )
-def test_everything_that_decides_a_message_is_in_the_key_of_a_cache(other: dict[str, Any]) -> None:
+def test_everything_that_decides_a_message_is_in_the_key_of_a_cache(changes: dict[str, Any]) -> None:
     model = ChatSpecFuse(members=["no/one", "no/two"])
-    settings = other if "config" in other else {"members": ["no/one", "no/two"], **other}
+    settings = changes if "config" in changes else {"members": ["no/one", "no/two"], **changes}
     assert ChatSpecFuse(**settings)._get_llm_string() != model._get_llm_string()
 
 
@@ -291,11 +291,11 @@ def test_nothing_private_of_langchain_is_overridden() -> None:
 
     documented = {"_generate", "_agenerate", "_stream", "_astream", "_llm_type", "_identifying_params"}
     documented |= {"_get_ls_params", "_resolve_model_profile"}
-    own = {
+    ours = {
         name for kind in ChatSpecFuse.__mro__ if kind.__module__.startswith("langchain_specfuse") for name in vars(kind)
     }
     theirs = {name for name in dir(BaseChatModel) if name.startswith("_") and not name.startswith("__")}
-    assert {name for name in own & theirs if not name.startswith(("_abc", "_serialized"))} <= documented
+    assert {name for name in ours & theirs if not name.startswith(("_abc", "_serialized"))} <= documented
 
 
 def test_a_model_always_has_a_name(tiny: EnsembleEngine, tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_a_model_always_has_a_name(tiny: EnsembleEngine, tmp_path: Path) -> None
         for each in (llm, llm.model_copy(), pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm)):
             assert (each.model_name, each.model) == (name, name)
             assert "gpt-4" not in str(each.model_name)
-    other = ChatSpecFuse(members=["no/one"]).model_copy(update={"members": ["no/two"]})
-    assert other.model_name == "two", "the copy of a model that was given no name has its own"
+    copied = ChatSpecFuse(members=["no/one"]).model_copy(update={"members": ["no/two"]})
+    assert copied.model_name == "two", "the copy of a model that was given no name has its own"
     dumped = ChatSpecFuse(base_url="http://127.0.0.1:9").model_dump(exclude_defaults=True)
     assert "model_name" not in dumped, "none was chosen"
     with serving({"tiny": tiny}) as client:

@@ -128,11 +128,11 @@ def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat:
 def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
     failed = {"type": "invalid_tool_call", "id": "c", "name": "write_file", "error": None}
     closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])
-    other = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
+    broken = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
     answer = ToolMessage("It was truncated.", tool_call_id="c")
     request = HumanMessage("Write.")
     assert to_messages([request, closed, answer])[1].tool_calls[0].arguments == {"path": "a"}
-    assert to_messages([request, other, answer])[1].tool_calls[0].arguments == {}
+    assert to_messages([request, broken, answer])[1].tool_calls[0].arguments == {}
     assert to_messages([request, closed])[1].tool_calls == ()
 
 

@@ -99,13 +99,13 @@ LISTS = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tokens", [48, 160])
-@pytest.mark.parametrize(("item", "asked", "question"), LISTS)
+@pytest.mark.parametrize(("item", "instruction", "question"), LISTS)
 def test_a_repetitive_list_ends_after_its_first_copy(
-    demo_engine: EnsembleEngine, item: dict[str, Any], asked: str, question: str, tokens: int
+    demo_engine: EnsembleEngine, item: dict[str, Any], instruction: str, question: str, tokens: int
 ) -> None:
     listed = {"type": "array", "items": item}
     schema = {"title": "Chosen", "type": "object", "properties": {"chosen": listed}, "required": ["chosen"]}
     model = ChatSpecFuse(engine=demo_engine, max_tokens=tokens).with_structured_output(schema)
-    text = model.invoke([SystemMessage(asked), HumanMessage(question)])
+    text = model.invoke([SystemMessage(instruction), HumanMessage(question)])
     assert isinstance(text, dict)
     assert len(text["chosen"]) <= max(3, 2 * len(set(text["chosen"])))

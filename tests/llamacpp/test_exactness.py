@@ -51,8 +51,8 @@ def test_rounds_equal_the_naive_ones(files: Mapping[str, Path], cache_dir: str, 
         members = members_of(engine)
         for speculation in ("auto", "off"):
             for params in (SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, temperature=0.9, seed=3)):
-                own = replace(config, speculation=speculation)
-                assert_equals_naive(own, members, QUESTION, params, 8, 1e-4, NaiveLlama)
+                speculative = replace(config, speculation=speculation)
+                assert_equals_naive(speculative, members, QUESTION, params, 8, 1e-4, NaiveLlama)
 
 
 def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_ones(
@@ -72,14 +72,14 @@ def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_ones(
 def test_logprobs_equal_those_of_transformers(files: Mapping[str, Path], cache_dir: str, name: str) -> None:
     here, there = member_config(files[name]), member_config(files[name], "transformers")
     with EnsembleEngine(EnsembleConfig([here, there], cache_dir=cache_dir)) as engine:
-        own, other = members_of(engine)
+        first, second = members_of(engine)
         assert (engine.describe()[0].backend, engine.describe()[1].backend) == ("llama.cpp", "transformers")
-        assert own.stop_ids == other.stop_ids
+        assert first.stop_ids == second.stop_ids
         text = "The quick brown fox, at 12.5 km/h, jumps over it. Ещё 北京 🎉 and so on for more than a window"
-        ids = own.codec.encode(text)
-        assert ids == other.codec.encode(text)
-        runner: Any = own.runner
-        plain: Any = other.runner
+        ids = first.codec.encode(text)
+        assert ids == second.codec.encode(text)
+        runner: Any = first.runner
+        plain: Any = second.runner
         here_rows = runner.context.plain(ids, len(ids)).log_softmax(-1)
         there_rows = plain.plain(ids).log_softmax(-1)
         reply = torch.tensor(ids[1:])[:, None]
@@ -100,8 +100,8 @@ def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine
             assert list(state.answer) == member.codec.encode(committed)
             plain = runner.context.plain([*state.prompt, *state.answer], 1)[0]
             assert torch.allclose(state._end.log_softmax(-1), plain.log_softmax(-1), atol=1e-4)
-            most = len(records) * (2 * 6 + 8) + (24 * len(records) if speculation == "auto" else 0)
-            assert state.computed_tokens <= most
+            limit = len(records) * (2 * 6 + 8) + (24 * len(records) if speculation == "auto" else 0)
+            assert state.computed_tokens <= limit
         session.release()
         assert all(member.cache_use().cache_bytes == 0 for member in members)
 
@@ -146,10 +146,10 @@ def test_llama_cpp_and_transformers_members_answer_together(files: Mapping[str, 
     settings: dict[str, Any] = {"cache_dir": cache_dir, "segment_tokens": 6, "speculation": "off"}
     same = [member_config(files["llama"], "transformers"), member_config(files["spoken"], "transformers")]
     params = SamplingParams(max_tokens=40)
-    with EnsembleEngine(mixed, **settings) as one, EnsembleEngine(same, **settings) as other:
+    with EnsembleEngine(mixed, **settings) as one, EnsembleEngine(same, **settings) as same_engine:
         events = list(one.stream(QUESTION, params))
         assert isinstance(events[-1], FinishEvent)
         winners = [name.removesuffix("-there") for name in answer_of(events[-1].result)[1]]
-        expected = other.generate(QUESTION, params)
+        expected = same_engine.generate(QUESTION, params)
         assert events[-1].result.text == expected.text
         assert winners == [name.removesuffix("-there") for name in answer_of(expected)[1]]

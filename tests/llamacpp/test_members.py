@@ -86,7 +86,7 @@ def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"backend": "llamacpp"}, "did you mean 'llama.cpp'"),
         ({"backend": "llama.cpp", "quantization": "8bit"}, "quantization goes with backend"),
@@ -99,8 +99,8 @@ def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         ({"server": "http://127.0.0.1:1", "threads": 2}, "threads is decided by the server"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         MemberConfig("model.gguf", **settings)
 
 
@@ -203,14 +203,14 @@ def test_answers_wait_for_capacity_in_the_cache(files: Mapping[str, Path], cache
 def test_a_cancelled_answer_leaves_the_others_of_its_batch(llama_engine: EnsembleEngine) -> None:
     expected = llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text
     results: list[str] = []
-    other = threading.Thread(
+    thread = threading.Thread(
         target=lambda: results.append(llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text)
     )
     stream = llama_engine.stream("Go on for ever", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
-    other.start()
+    thread.start()
     stream.close()  # type: ignore[attr-defined]
-    other.join(60)
+    thread.join(60)
     assert results == [expected]
     limit = time.monotonic() + 30
     while llama_engine.metrics().running:
@@ -224,10 +224,10 @@ def test_closing_gives_memory_back(files: Mapping[str, Path], cache_dir: str) ->
     for _ in range(4):
         with EnsembleEngine([member_config(files["qwen2"], cache_tokens=200_000)], cache_dir=cache_dir) as engine:
             engine.generate(QUESTION, SamplingParams(max_tokens=8))
-            held = process.memory_info().rss
+            used_bytes = process.memory_info().rss
         gc.collect()
         sizes.append(process.memory_info().rss)
-    assert held - sizes[-1] > 100 * 2**20  # of its cache of 150 MB
+    assert used_bytes - sizes[-1] > 100 * 2**20  # of its cache of 150 MB
     assert sizes[-1] - sizes[1] < 30 * 2**20
 
 

@@ -80,11 +80,11 @@ def test_all_three_answer_as_on_one_engine(
 
 def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
     """Different from one engine's draw: a server draws by itself."""
-    first, again, other = (
+    first, again, reseeded = (
         engines[0].generate(QUESTION, SamplingParams(max_tokens=30, temperature=0.9, seed=seed)) for seed in (5, 5, 6)
     )
     assert answer_of(first) == answer_of(again)
-    assert first.text != other.text
+    assert first.text != reseeded.text
 
 
 def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:

@@ -12,12 +12,9 @@ import torch
 
 from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
-from tests.support.llamacpp import FILES, member_config
+from tests.support.llamacpp import FILES, TOLERANCE, member_config, off
 
 pytest.importorskip("llama_cpp")
-
-TOLERANCE = {"window": 2e-3}
-"""Its activation is a table of half precision in llama.cpp, so that rounding differs; a wrong mask costs nats."""
 
 
 @pytest.fixture(params=FILES)
@@ -27,14 +24,6 @@ def member(request: pytest.FixtureRequest, files: Mapping[str, Path], cache_dir:
     result = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
     yield result
     result.close()
-
-
-def off(member: Any, context: Any, branch: Branch) -> float:
-    """Largest |Δ log p| of a branch's tokens."""
-    whole = [*context.prompt, *context.answer[: branch.base], *branch.tokens]
-    rows = member.runner.context.plain(whole, len(branch.tokens) + 1)[:-1].log_softmax(-1)
-    expected = rows.gather(1, torch.tensor(branch.tokens)[:, None])[:, 0]
-    return float((torch.tensor(context.logprobs(branch)) - expected).abs().max())
 
 
 def some_branches(choose: random.Random, size: int, length: int) -> tuple[list[int], list[Branch]]:
@@ -140,11 +129,11 @@ def test_a_full_cache_is_a_memory_error_and_the_answer_continues(files: Mapping[
     with pytest.raises(MemoryError, match="cache_tokens"):
         second.extend([Branch(0, tuple(range(10, 110)))])
     second.extend([Branch(0, (11,))])
-    known = second.logprobs(Branch(0, (11,)))
+    expected = second.logprobs(Branch(0, (11,)))
     second.release()
     third = member.new_sequence(False)
     third.prefill([12, *range(10, 440)])
     third.extend([Branch(0, (11,))])
-    assert third.logprobs(Branch(0, (11,))) == pytest.approx(known, abs=1e-4)
+    assert third.logprobs(Branch(0, (11,))) == pytest.approx(expected, abs=1e-4)
     member.close()
     member.close()

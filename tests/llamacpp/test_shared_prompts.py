@@ -14,9 +14,8 @@ import torch
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
-from tests.llamacpp.test_sequences import TOLERANCE, off
 from tests.support.against_naive import local_members
-from tests.support.llamacpp import FILES, member_config
+from tests.support.llamacpp import FILES, TOLERANCE, member_config, off
 
 pytest.importorskip("llama_cpp")
 
@@ -61,10 +60,10 @@ def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
     read(stopped, 40)
     read(stopped, 30)
     stopped.release(remember=True)
-    for other, shared in ((prompt, 70), (prompt[:50] + ids_of(member, 40, 2), 50)):
+    for next_prompt, shared in ((prompt, 70), (prompt[:50] + ids_of(member, 40, 2), 50)):
         before = member.runner.reused_tokens
         context = member.new_sequence(False)
-        context.prefill(other)
+        context.prefill(next_prompt)
         assert member.runner.reused_tokens - before == shared
         assert is_exact(member, context)
         context.release()
@@ -98,10 +97,10 @@ def test_a_running_answer_shares_its_read_prompt(member: Any) -> None:
 @torch.inference_mode()
 def test_nothing_of_an_answer_that_failed_is_lent_or_kept(member: Any) -> None:
     prompt = ids_of(member, 80, 1)
-    failed, other = member.new_sequence(False), member.new_sequence(False)
+    failed, healthy = member.new_sequence(False), member.new_sequence(False)
     failed.prefill(prompt)
     failed.is_sound = False
-    other.prefill(prompt)
+    healthy.prefill(prompt)
     failed.release(remember=True)
     assert member.runner.reused_tokens == member.runner.prefix_bytes == 0
 

@@ -55,13 +55,13 @@ class Failures(NullSpanHandler):
 
 
 @contextmanager
-def readable_or_refused(listener: Listener, asked: str) -> Iterator[None]:
-    """The LLM is `asked` and answers; LlamaIndex reads that, or its reading (with its own libraries) fails.
+def readable_or_refused(listener: Listener, text: str) -> Iterator[None]:
+    """The LLM gets `text` and answers; LlamaIndex reads that, or its reading (with its own libraries) fails.
 
     Which of the two is up to the members: `docs/llamaindex.md` says what such small ones often cannot write.
     """
     try:
-        with answered(listener, asked):
+        with answered(listener, text):
             yield
     except Exception as error:
         files = (Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
@@ -71,12 +71,12 @@ def readable_or_refused(listener: Listener, asked: str) -> Iterator[None]:
 
 
 @contextmanager
-def answered(listener: Listener, asked: str) -> Iterator[None]:
+def answered(listener: Listener, text: str) -> Iterator[None]:
     """At any end: the words were in a prompt, and every prompt has an answer of ours."""
     try:
         yield
     finally:
-        assert any(asked in prompt for prompt in listener.prompts())
+        assert any(text in prompt for prompt in listener.prompts())
         ends = listener.of("LLMChatEndEvent")
         assert len(ends) == len(listener.prompts())
         raws = [end.response.raw for end in ends if isinstance(end.response.raw, dict)]

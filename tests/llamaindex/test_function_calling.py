@@ -98,7 +98,7 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen(llm: SpecFuseLLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "required", "choice"),
+    ("tool_choice", "required", "choice"),
     [
         (None, False, "auto"),
         (None, True, "any"),
@@ -115,9 +115,9 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen(llm: SpecFuseLLM) -> None:
     ],
 )
 def test_choices_are_understood_in_every_form(
-    given: str | bool | dict[str, object] | None, required: bool, choice: str
+    tool_choice: str | bool | dict[str, object] | None, required: bool, choice: str
 ) -> None:
-    assert choice_of(given, required) == choice
+    assert choice_of(tool_choice, required) == choice
 
 
 def test_an_answer_of_a_tool_gets_the_name_from_its_call() -> None:

@@ -21,9 +21,9 @@ two_processors = pytest.mark.skipif(multiprocessing.cpu_count() < 2, reason="Lla
 def test_construction_copies_and_pickles_take_no_engine(tiny_members: list[MemberConfig]) -> None:
     llm = SpecFuseLLM(members=tiny_members, grammar=Grammar.choice(["a"]), additional_kwargs={"seed": 1})
     assert llm.metadata.context_window == 4096
-    for other in (llm, copy.copy(llm), copy.deepcopy(llm), pickle.loads(pickle.dumps(llm))):
-        assert other._leases == []
-        assert (other.members, other.grammar, other.additional_kwargs) == (llm.members, llm.grammar, {"seed": 1})
+    for each in (llm, copy.copy(llm), copy.deepcopy(llm), pickle.loads(pickle.dumps(llm))):
+        assert each._leases == []
+        assert (each.members, each.grammar, each.additional_kwargs) == (llm.members, llm.grammar, {"seed": 1})
 
 
 def test_a_context_manager_loads_nothing_and_frees_loaded_members(tiny_members: list[MemberConfig]) -> None:

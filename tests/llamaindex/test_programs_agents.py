@@ -105,11 +105,11 @@ async def test_a_tool_whose_schema_names_the_agents_hands_over_to_one_of_them(
         name="desk", description="Welcomes.", tools=[send_to], initial_tool_choice="send_to", **settings,
         can_handoff_to=[],
     )  # fmt: skip
-    others = [
+    specialists = [
         FunctionAgent(name=name, description=name, tools=[], can_handoff_to=[], **settings)
         for name in ("guide", "booking")
     ]
-    handler = AgentWorkflow(agents=[desk, *others], root_agent="desk").run(user_msg=question, max_iterations=3)
+    handler = AgentWorkflow(agents=[desk, *specialists], root_agent="desk").run(user_msg=question, max_iterations=3)
     turns, sent = [], []
     async for event in handler.stream_events():
         if isinstance(event, AgentInput):

@@ -98,8 +98,8 @@ async def test_values_are_streamed_in_every_form(llm: SpecFuseLLM) -> None:
     for stream in streams:
         assert len(stream) > 1
         assert isinstance(stream[-1], Hours)
-    for one, other in (streams[:2], streams[2:4], streams[4:]):
-        assert one[-1] == other[-1], "the same, asynchronously"
+    for one, second in (streams[:2], streams[2:4], streams[4:]):
+        assert one[-1] == second[-1], "the same, asynchronously"
 
 
 async def test_a_query_engine_and_an_agent_answer_with_values(llm: SpecFuseLLM, documents: list[Document]) -> None:

@@ -67,8 +67,8 @@ def test_none_means_as_in_the_field(tiny_llm: SpecFuseLLM) -> None:
 
 
 def test_a_call_may_name_the_model_that_it_speaks_to_and_no_other(tiny_llm: SpecFuseLLM) -> None:
-    own = tiny_llm.complete("Hello", model=tiny_llm.model, max_tokens=3)
-    assert own.text == tiny_llm.complete("Hello", model_name=tiny_llm.metadata.model_name, max_tokens=3).text
+    answer = tiny_llm.complete("Hello", model=tiny_llm.model, max_tokens=3)
+    assert answer.text == tiny_llm.complete("Hello", model_name=tiny_llm.metadata.model_name, max_tokens=3).text
     with pytest.raises(ConfigError, match="gpt-4o"):
         tiny_llm.complete("Hello", model="gpt-4o")
 
@@ -84,12 +84,14 @@ def test_a_call_takes_tools_as_openai_describes_them(tiny_llm: SpecFuseLLM) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("max_token", "max_tokens"), ("time_out", "timeout"), ("sytem_prompt", "system_prompt")]
+    ("name", "nearest"), [("max_token", "max_tokens"), ("time_out", "timeout"), ("sytem_prompt", "system_prompt")]
 )
-def test_a_setting_that_does_not_exist_is_refused_with_the_nearest(name: str, near: str, tiny_llm: SpecFuseLLM) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+def test_a_setting_that_does_not_exist_is_refused_with_the_nearest(
+    name: str, nearest: str, tiny_llm: SpecFuseLLM
+) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{nearest}'"):
         SpecFuseLLM(members=["no/one"], **{name: 5})
-    if near != "system_prompt":
+    if nearest != "system_prompt":
         with pytest.raises(ConfigError, match=name):
             tiny_llm.complete("Hello", **{name: 5})
 
@@ -137,8 +139,8 @@ def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[M
             pytest.warns(MemberFailedWarning, match=failing.name),
         ):
             response = llm.complete("Hello")
-        left = [part["member"] for part in response.raw["specfuse"]["summary"] if part["exit_reason"] == "fault"]
-        assert left == [failing.name]
+        failed = [part["member"] for part in response.raw["specfuse"]["summary"] if part["exit_reason"] == "fault"]
+        assert failed == [failing.name]
 
 
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────

@@ -58,17 +58,26 @@ def test_the_demo_may_be_named(tmp_path: Path) -> None:
 def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
     kind: type[ChatSpecFuse] | type[SpecFuseLLM], file: Path
 ) -> None:
-    named, given = (
+    named, direct = (
         kind(config=f"{file}#base", max_tokens=9),
         kind(config=read_ensemble(f"{file}#base"), max_tokens=9),
     )
     assert isinstance(named.config, EnsembleConfig)
-    assert named.config == given.config
-    assert pickle.loads(pickle.dumps(named)).config == given.config
+    assert named.config == direct.config
+    assert pickle.loads(pickle.dumps(named)).config == direct.config
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         kind(config=Path("none.toml"))
     with pytest.raises(ConfigError, match="must be an EnsembleConfig or a TOML file, not int"):
         kind(config=5)
+
+
+@pytest.mark.parametrize("kind", [ChatSpecFuse, SpecFuseLLM])
+def test_a_dictionary_may_name_the_demo_as_a_file_may(kind: type[ChatSpecFuse] | type[SpecFuseLLM]) -> None:
+    expected = EnsembleConfig(demo_members(), segment_tokens=4)
+    assert kind(config={"members": "demo", "segment_tokens": 4}).config == expected
+    assert kind(config={"members": list(expected.members), "segment_tokens": 4}).config == expected
+    with pytest.raises(ConfigError, match="name at least one model"):
+        kind(config={"segment_tokens": 4})
 
 
 def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
@@ -78,9 +87,9 @@ def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
     for name in ("chat", "base"):
         with ChatSpecFuse(config=f"{file}#{name}", max_tokens=12, ledger="full") as llm:
             texts[name] = [message.text for message in llm.batch(questions)]
-        with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as other:
-            assert [other.complete(question).text for question in questions] == texts[name]
-            assert "".join(chunk.delta or "" for chunk in other.stream_complete(questions[0])) == texts[name][0]
+        with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as llama:
+            assert [llama.complete(question).text for question in questions] == texts[name]
+            assert "".join(chunk.delta or "" for chunk in llama.stream_complete(questions[0])) == texts[name][0]
     assert texts["chat"] != texts["base"]
 
 

@@ -55,9 +55,11 @@ def test_a_tokenizer_that_was_converted_into_letters_is_refused(
     broken = without_merges(whole)
     assert len(broken) == len(whole)
     assert [spells_out(whole), spells_out(metaspace_tokenizer()), spells_out(broken)] == [False, False, True]
-    given = iter([broken])
-    own = AutoTokenizer.from_pretrained
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **more: next(given, None) or own(*args))
+    tokenizers = iter([broken])
+    plainly = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *args, **more: next(tokenizers, None) or plainly(*args)
+    )
     model = tmp_path / "letters.gguf"
     model.write_bytes(b"GGUF")
     with pytest.raises(MemberLoadError, match=r"spells words out letter by letter: install a later release"):

@@ -58,8 +58,8 @@ def test_a_part_under_another_name_is_no_whole_model(whole: Path) -> None:
 
 
 def test_a_part_of_another_model_is_refused(whole: Path) -> None:
-    other = write_gguf(whole.with_name("other.gguf"), "llama", byte_level_tokenizer(), seed=1)
-    mine, theirs = split_gguf(whole, 2), split_gguf(other, 3)
+    foreign = write_gguf(whole.with_name("other.gguf"), "llama", byte_level_tokenizer(), seed=1)
+    mine, theirs = split_gguf(whole, 2), split_gguf(foreign, 3)
     shutil.copy(theirs[1], mine[1])
     with pytest.raises(MemberLoadError, match=r"have \d+ of \d+ tensors: fetch them again"):
         answer(mine[0])

@@ -152,7 +152,7 @@ def test_an_adapter_imports_with_its_own_extra_alone(
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "other"),
+    ("package", "extra", "installed"),
     [
         ("langchain_specfuse", "langchain", ""),
         ("langchain_specfuse", "langchain", "llamaindex"),
@@ -161,10 +161,10 @@ def test_an_adapter_imports_with_its_own_extra_alone(
     ],
 )
 def test_an_adapter_without_its_extra_says_what_to_install(
-    metadata: Distribution, unpacked: Path, package: str, extra: str, other: str
+    metadata: Distribution, unpacked: Path, package: str, extra: str, installed: str
 ) -> None:
     code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
-    text = run_with_extra(metadata, unpacked, other, code)
+    text = run_with_extra(metadata, unpacked, installed, code)
     assert text.startswith("MissingExtraError ")
     assert f'pip install ".[{extra}]" in a clone' in text
 

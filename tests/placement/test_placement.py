@@ -249,11 +249,11 @@ class Even:
         return {None: self.size, "8bit": self.size // 2, "4bit": self.size // 4}[quantization]
 
     def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
-        left, modules, shares = self.weights(number_format, quantization), {}, {}
+        remaining, modules, shares = self.weights(number_format, quantization), {}, {}
         for name, amount in room.items():
-            if taken := min(left, amount):
-                modules[f"on {name}"], shares[name], left = name, taken / self.size, left - taken
-        return None if left else Split(modules, shares)
+            if taken := min(remaining, amount):
+                modules[f"on {name}"], shares[name], remaining = name, taken / self.size, remaining - taken
+        return None if remaining else Split(modules, shares)
 
 
 def cards(*sizes: int, kind: str = "cuda") -> list[Device]:

@@ -143,10 +143,10 @@ def test_no_candidate_loses_because_a_third_one_was_short() -> None:
 
 
 def test_ending_the_answer_is_decided_before_its_alternatives() -> None:
-    stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
-    assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
-    assert elect([stops, one, other]).winner == 2, "the ones that continue are then compared"
-    assert elect([candidate(end=0.7), one, other]).winner == 0
+    stops, one, second = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
+    assert Stretch()([stops, one, second]) == pytest.approx([0.4, 0.6, 0.6])
+    assert elect([stops, one, second]).winner == 2, "the ones that continue are then compared"
+    assert elect([candidate(end=0.7), one, second]).winner == 0
 
 
 def test_an_expected_continuation_wins_over_its_beginning() -> None:
@@ -202,11 +202,11 @@ def test_candidates_that_a_short_beginning_leaves_open_are_compared_without_it()
 
 def test_verifiers_see_the_same_candidates_in_their_own_tokens() -> None:
     one = [candidate((" The", 0.5), (" tart", 0.5)), candidate((" A", 0.4))]
-    other = [candidate((" ", 0.9), ("T", 0.9), ("he", 0.9), (" tart", 0.5)), candidate((" A", 0.01))]
-    election = elect(one, other, weights=[0.25, 0.75])
+    finer = [candidate((" ", 0.9), ("T", 0.9), ("he", 0.9), (" tart", 0.5)), candidate((" A", 0.01))]
+    election = elect(one, finer, weights=[0.25, 0.75])
     assert election.scores == [pytest.approx([0.5, 0.4]), pytest.approx([0.81, 0.01])]
     assert election.votes == pytest.approx([0.25 * 0.5 + 0.75 * 0.81, 0.25 * 0.4 + 0.75 * 0.01])
-    geometric = elect(one, other, weights=[0.25, 0.75], aggregate=policies.geometric_mean)
+    geometric = elect(one, finer, weights=[0.25, 0.75], aggregate=policies.geometric_mean)
     assert geometric.votes == pytest.approx([0.5**0.25 * 0.81**0.75, 0.4**0.25 * 0.01**0.75])
 
 
@@ -222,8 +222,8 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
 def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
     """Two weak ones find each other's draft plausible, and the strong one's draft implausible."""
 
-    def row(guess: float, other: float, known: float) -> list[CandidateLogprobs]:
-        return [candidate((" guess", guess)), candidate((" other", other)), candidate((" known", known))]
+    def row(guess: float, second: float, fact: float) -> list[CandidateLogprobs]:
+        return [candidate((" guess", guess)), candidate((" other", second)), candidate((" known", fact))]
 
     rows = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-5, 1e-5, 0.6)]
     seconded = policies.SecondedMean()
@@ -315,8 +315,8 @@ class Verifier:
     def judge(self, text: str, ends: bool) -> CandidateLogprobs:
         ids = self.encode(text)
         line = [*ids, END] if ends else ids
-        own = (self.seed, self.vocabulary, self.sharpness)
-        results = [math.log(next_token(*own, tuple(line[:n]))[token]) for n, token in enumerate(line)]
+        model = (self.seed, self.vocabulary, self.sharpness)
+        results = [math.log(next_token(*model, tuple(line[:n]))[token]) for n, token in enumerate(line)]
         return CandidateLogprobs(text, ends, results, [max(1, len(token)) for token in line])
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from specfuse_shared import EnsembleEngine, MemberConfig
 from specfuse_shared.members.local.lane import LaneThread, LocalLane
 from specfuse_shared.members.local.member import InProcessMember
+from specfuse_shared.members.token_tree import Branch
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 FILES = {
@@ -17,6 +21,16 @@ FILES = {
     "recurrent": ("mamba", byte_level_tokenizer, 4),
 }
 """Architecture, tokenizer and seed; "window" has one of 64 tokens, "recurrent" a state in place of a cache."""
+TOLERANCE = {"window": 2e-3}
+"""Its activation is a table of half precision in llama.cpp, so that rounding differs; a wrong mask costs nats."""
+
+
+def off(member: Any, context: Any, branch: Branch) -> float:
+    """Largest |Δ log p| of a branch's tokens."""
+    whole = [*context.prompt, *context.answer[: branch.base], *branch.tokens]
+    rows = member.runner.context.plain(whole, len(branch.tokens) + 1)[:-1].log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(branch.tokens)[:, None])[:, 0]
+    return float((torch.tensor(context.logprobs(branch)) - expected).abs().max())
 
 
 def member_config(file: Path, backend: str = "llama.cpp", **settings: object) -> MemberConfig:

@@ -1,6 +1,9 @@
 """Slow-client timeouts and connection limits: slow heads, slow bodies, unread responses, too many connections.
 
-uvicorn waits for a head, for a body and for a reader without end. Its parser here is always h11, which it brings itself
+uvicorn waits for a head, for a body and for a reader without end. Above the limit, a new connection replaces the one
+that has been silent for longest, so that silent connections lock no client out.
+
+uvicorn's `http` setting takes a class of one's own. Its parser here is always h11, which it brings itself
 and which bounds heads to 16 KiB, whether or not httptools is installed.
 """
 
@@ -27,14 +30,17 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._owed: Any = None
+        self._owed_since = 0.0
         self._sending: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            transport.abort()
-            return
+            dropped = self._longest_silent() or self
+            dropped.drop()
+            if dropped is self:
+                return
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -64,6 +70,18 @@ class BoundedProtocol(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
+    def drop(self) -> None:
+        """Close at once. From now on it is no candidate for `_longest_silent`, but it counts until it is lost."""
+        if self._sending is not None:
+            self._sending.cancel()
+        self._sending = None
+        self.transport.abort()
+
+    def _longest_silent(self) -> BoundedProtocol | None:
+        """The connection whose client has owed a head or a body for longest; None if all wait for answers."""
+        silent = (c for c in self.connections if isinstance(c, BoundedProtocol) and c._sending is not None)
+        return min(silent, key=lambda c: c._owed_since, default=None)
+
     def _watch(self) -> None:
         """The time for a head or a body runs from its beginning, however many pieces it comes in."""
         state = self.conn.their_state
@@ -71,7 +89,7 @@ class BoundedProtocol(H11Protocol):
             return
         if self._sending is not None:
             self._sending.cancel()
-        self._owed = state
+        self._owed, self._owed_since = state, self.loop.time()
         self._sending = None
         if (more := _OWED.get(state)) is not None:
             self._sending = self.loop.call_later(self.seconds + more, self.transport.abort)

@@ -24,11 +24,12 @@ from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.members.llamacpp.context import LlamaContext, LlamaRunner
 from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
 from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
-from specfuse_shared.members.llamacpp.sequence import TREE_CAPACITY, LlamaSequence, new_sequence
+from specfuse_shared.members.llamacpp.sequence import LlamaSequence, new_sequence
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import CacheUse, MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
 from specfuse_shared.placement.sizing import free_memory, only_cpu
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY
 from specfuse_shared.types import MemberReport
 
 _TOKEN_COST_ON_CPU = 0.6

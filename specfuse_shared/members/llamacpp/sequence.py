@@ -21,9 +21,7 @@ import torch
 from specfuse_shared.members.llamacpp.context import FedToken, LlamaContext, LlamaRunner
 from specfuse_shared.members.local.sequence import ForwardRequest, NodeLogits, SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
-
-TREE_CAPACITY = 64
-"""Tokens of a round that fit after an answer."""
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY
 
 
 @dataclass(slots=True, eq=False)

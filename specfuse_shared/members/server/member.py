@@ -102,9 +102,9 @@ class ServerMember:
         config = self._config
         self._client = ServerClient(
             str(config.server),
+            config.server_timeout,
             _key(config),
             config.api_key_env,
-            config.server_timeout,
             lambda seconds, steps: on_forward(self.name, 1, seconds, steps),
         )
         self.dialect = VllmDialect(self._client, config.server_model or config.model)

@@ -46,7 +46,6 @@ from specfuse_shared.errors import (
 from specfuse_shared.members.stages import Top
 from specfuse_shared.policies import ROUNDING
 
-CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 4.0
 """Idle connections go before the servers, which keep them for 5 s, end them."""
 _MOST_SHOWN = 300
@@ -66,9 +65,9 @@ class ServerClient:
     def __init__(
         self,
         address: str,
+        timeout: float,
         key: str | None = None,
         key_name: str | None = None,
-        timeout: float = 60.0,
         on_request: OnRequest = lambda seconds, steps: None,
     ) -> None:
         self.address = address
@@ -80,7 +79,7 @@ class ServerClient:
             headers={**bounded_http.HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})},
             event_hooks={"response": [bounded_http.abound]},
             verify=trusted(),
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(None, connect=bounded_http.CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS),
         )
 
@@ -89,7 +88,7 @@ class ServerClient:
 
     async def get(self, path: str) -> httpx.Response:
         """The server's response, with any status. Raises `ServerUnreachableError`."""
-        return await self._sent(lambda: self._http.get(path), min(self._timeout, CONNECT_SECONDS))
+        return await self._sent(lambda: self._http.get(path), min(self._timeout, bounded_http.CONNECT_SECONDS))
 
     async def post(self, path: str, body: Mapping[str, Any], steps: int = 1) -> Any:
         """The JSON response to `body`, for which a model makes `steps` steps. Raises `ServerError`."""
