@@ -12,7 +12,8 @@
 6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without
 7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, after
              512 to 32,768 tokens, within the limits of members and memory
-8. memory    the library's own `generate` for comparison, and how many forward passes of each part were replayed, ran
+8. int8      all products of the first member for 1, 8 and 32 tokens, with int8 weights ÷ reading them in bf16
+9. memory    the library's own `generate` for comparison, and how many forward passes of each part were replayed, ran
              in a fixed shape, and ran dynamically
 
 Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit and no end of an answer before its
@@ -48,6 +49,7 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.sizing import host_memory
+from specfuse_shared.runtime.int8_products import int8_linear
 from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.static_runner import CAPTURE_AT
 
@@ -101,6 +103,7 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
+        yield "products with int8 weights", lambda: self.int8_products(self.members[0])
         yield from context_parts(self)
 
     def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
@@ -193,6 +196,44 @@ class Bench:
         embeddings = 0 if tied else model.get_input_embeddings().weight.nbytes
         cache = (self.sizes.short + self.sizes.tokens // 2) * member.bytes_per_token
         return (member.report.memory_bytes - embeddings + cache) / self.bandwidth
+
+    def int8_products(self, member: LocalMember) -> list[Figure]:
+        """All products of a member for 1, 8 and 32 tokens, with int8 weights of the same shapes."""
+        layers = [m for m in member.runner.model.modules() if isinstance(m, torch.nn.Linear)]
+        weights = [
+            (
+                torch.randint(-127, 128, m.weight.shape, dtype=torch.int8, device=self.device),
+                m.weight.float().amax(1) / 127,
+            )
+            for m in layers
+        ]
+        floor = sum(2 * numbers.numel() for numbers, _ in weights) / self.bandwidth
+        figures = []
+        for tokens in (1, 8, 32):
+            inputs = {m.in_features: torch.randn(tokens, m.in_features, device=self.device) for m in layers}
+            inputs = {size: x.to(layers[0].weight.dtype) for size, x in inputs.items()}
+
+            def multiply(inputs: dict[int, torch.Tensor] = inputs) -> None:
+                for numbers, scales in weights:
+                    int8_linear(inputs[numbers.shape[1]], numbers, scales)
+
+            seconds = min(self.timed(self._replayed(multiply)) for _ in range(self.repeats + 1))
+            detail = f"{1e3 * seconds:.2f} ms ÷ {1e3 * floor:.2f} ms"
+            figures.append(
+                Figure(f"int8 products ÷ reading bf16, {tokens} tokens", seconds / floor, 0.9, False, detail)
+            )
+        return figures
+
+    def _replayed(self, work: Callable[[], None]) -> Callable[[], object]:
+        """The work as a CUDA graph, which leaves out the time to launch it; on a CPU the work itself."""
+        if self.device.type != "cuda":
+            return work
+        work()
+        self._wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
 
     def _of_floor(self, member: LocalMember, step: float) -> Figure:
         floor = self.floor(member)

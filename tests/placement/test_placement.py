@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.nn import Linear
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, PlacementError
@@ -17,6 +18,7 @@ from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.plan import ANY_PRECISION, Device, MemberSpec, Plan, Split, Workload, place
 from specfuse_shared.placement.sizing import ModelSizes, find_devices, planned_devices
+from tests.support.against_naive import local_members
 from tests.support.cuda import needs_cuda
 from tests.support.shapes import SHAPES, write_shape
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
@@ -384,6 +386,22 @@ def test_a_quantised_member_answers_and_needs_the_planned_memory(tiny: Path, qua
     assert report.quantization == quantization
     assert planned(config).assignments[0].need.weights == pytest.approx(report.memory_bytes, rel=0.02)
     assert report.memory_bytes < 0.75 * LocalMember(MemberConfig(str(tiny))).report.memory_bytes
+
+
+@pytest.mark.slow
+def test_an_8_bit_member_answers_alike_with_its_products_over_pages(tiny: Path) -> None:
+    pytest.importorskip("torchao")
+    texts, products = [], []
+    for execution in ("dynamic", "paged"):
+        config = EnsembleConfig([MemberConfig(str(tiny), quantization="8bit", dtype="float32")], execution=execution)
+        with EnsembleEngine(config) as engine:
+            texts.append(engine.generate("Why is the sea salt?", SamplingParams(max_tokens=24)).text)
+            [member] = local_members(engine)
+            layers = [m for m in member.runner.model.modules() if type(m) is Linear]
+            products.append(sum("forward" in vars(layer) for layer in layers))
+    assert texts[0] == texts[1]
+    assert products[0] == 0
+    assert products[1] > 4, "layers use the product that a card has a kernel for"
 
 
 def test_a_missing_library_is_named_before_any_weight_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The kernel over pages is compiled by Triton to machine code of cards that are not here: no card is needed for that.
+"""Triton compiles the kernels to machine code of cards that are not here: no card is needed for that.
 
-Its interpreter, which `test_paged_kernel.py` uses, accepts more than the compiler does.
+Its interpreter, which the kernels' own tests use, accepts more than the compiler does.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from specfuse_shared.runtime.packed_layout import PAGE, WORKER_ROWS
 COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 CARDS = {"H100, H200": ("cuda", 90, 32), "A100": ("cuda", 80, 32), "MI300": ("hip", "gfx942", 64)}
 POINTERS = {
-    **dict.fromkeys(("Out", "Peaks", "Sums"), "*fp32"),
+    **dict.fromkeys(("Peaks", "Sums", "Scales"), "*fp32"),
     **dict.fromkeys(("Tokens", "Answers", "Pages", "TailPositions", "Blocks"), "*i32"),
     "Tail": "*u8",
+    "Weight": "*i8",
     "scale": "fp32",
     "cap": "fp32",
 }
 
 
-def machine_code(kernel: Any, card: str, dtype: str, constants: dict[str, Any]) -> bytes:
+def machine_code(kernel: Any, card: str, dtype: str, constants: dict[str, Any], **types: str) -> bytes:
     """What the card would run; tensors that no table names have the model's `dtype`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     signature = {
-        name: "constexpr" if name in constants else POINTERS.get(name, f"*{dtype}" if name[0].isupper() else "i32")
+        name: "constexpr"
+        if name in constants
+        else {**POINTERS, **types}.get(name, f"*{dtype}" if name[0].isupper() else "i32")
         for name in kernel.arg_names
     }
     compiled = compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget(*CARDS[card]))
@@ -51,7 +54,7 @@ def machine_code(kernel: Any, card: str, dtype: str, constants: dict[str, Any]) 
         ("fp32", 1, 96, 4, True, False),
     ],
 )
-def test_the_kernel_becomes_machine_code(
+def test_attention_over_pages_becomes_machine_code(
     card: str, dtype: str, groups: int, size: int, parts: int, capped: bool, sinks: bool
 ) -> None:
     import triton
@@ -63,5 +66,16 @@ def test_the_kernel_becomes_machine_code(
     rows = max(WORKER_ROWS, triton.next_power_of_2(tokens_of_a_worker(groups) * groups))
     shared = {"VALUE": size, "VALUE_PADDED": padded, "PARTS": parts}
     steps = {"GROUPS": groups, "SIZE": size, "SIZE_PADDED": padded, "ROWS": rows, "SLOTS": _SLOTS, "HEADS": 2}
-    assert machine_code(_attend, card, dtype, {**steps, **shared, "PAGE": PAGE, "CAPPED": capped})
-    assert machine_code(_merge, card, dtype, {**shared, "ALL_HEADS": 2 * groups, "SINKS": sinks})
+    assert machine_code(_attend, card, dtype, {**steps, **shared, "PAGE": PAGE, "CAPPED": capped}, Out="*fp32")
+    assert machine_code(_merge, card, dtype, {**shared, "ALL_HEADS": 2 * groups, "SINKS": sinks}, Out="*fp32")
+
+
+@pytest.mark.skipif(not COMPILES, reason="needs Triton, and no TRITON_INTERPRET")
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("dtype", "tokens"), [("bf16", 16), ("fp16", 32), ("fp32", 16)])
+def test_products_with_int8_weights_become_machine_code(card: str, dtype: str, tokens: int) -> None:
+    from specfuse_shared.runtime.int8_kernel import INPUTS, OUTPUTS, _join, _multiply
+
+    sizes = {"TOKENS": tokens, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS, "PARTS": 4}
+    assert machine_code(_multiply, card, dtype, sizes)
+    assert machine_code(_join, card, dtype, {"PARTS": 4, "BIASED": True, "BLOCK": 1024})

@@ -33,6 +33,7 @@ from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.attention import choose_kernels
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.fused_norms import pack_weights
+from specfuse_shared.runtime.int8_products import use_int8_products
 from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
@@ -269,6 +270,8 @@ class LocalMember(InProcessMember):
         parameters, weights = model.num_parameters(), weight_bytes(model)
         if loaded is None:  # a model from the caller stays unchanged
             weights += pack_weights(model)
+            if execution == "paged":
+                use_int8_products(model)
         self.devices = place.caches
         super().__init__(config, tokenizer)
         files.on_stage("checking parity")
