@@ -217,11 +217,11 @@ class Bench:
                 for numbers, scales in weights:
                     int8_linear(inputs[numbers.shape[1]], numbers, scales)
 
-            seconds = min(self.timed(self._replayed(multiply)) for _ in range(self.repeats + 1))
+            replay = self._replayed(multiply)
+            seconds = min(self.timed(replay) for _ in range(self.repeats + 1))
             detail = f"{1e3 * seconds:.2f} ms ÷ {1e3 * floor:.2f} ms"
-            figures.append(
-                Figure(f"int8 products ÷ reading bf16, {tokens} tokens", seconds / floor, 0.9, False, detail)
-            )
+            name = f"int8 products ÷ reading bf16, tokens: {tokens}"
+            figures.append(Figure(name, seconds / floor, 0.9, False, detail))
         return figures
 
     def _replayed(self, work: Callable[[], None]) -> Callable[[], object]:

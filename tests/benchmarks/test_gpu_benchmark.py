@@ -41,8 +41,9 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     assert [name for name in names if name.startswith("a round of")] == [
         f"a round of {count} ÷ 10 forward passes each at the floor" for count in (1, 2, 3, 5)
     ]
-    assert names[-5:-3] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
-    assert names[-3:] == ["seconds with ÷ without speculation"] * 3, "of 1, 2 and 4 answers"
+    assert names[-8:-6] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
+    assert names[-6:-3] == ["seconds with ÷ without speculation"] * 3, "of 1, 2 and 4 answers"
+    assert names[-3:] == ["int8 products ÷ reading bf16"] * 3, "for 1, 8 and 32 tokens"
     assert all(figure["ratio"] > 0 for figure in text["figures"])
     assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= text["facts"].keys()
     assert all("static execution" in text["facts"][name] for name in PARAMETERS)
