@@ -81,7 +81,7 @@ class DistinctCandidate:
 
 
 class AnswerPolicies:
-    """What all rounds of an answer share: settings, policies, and the number of verified rounds."""
+    """Constants of all rounds of an answer, its settings and policies; also the number of verified rounds."""
 
     def __init__(
         self,
