@@ -139,7 +139,7 @@ class Budget:
         for name, capacity in ((name, capacity) for name, row in need.rows.items() for capacity in row):
             blocks = self._blocks[name, capacity]
             blocks.used -= 1
-            # an empty fixed block is freed when its memory is needed; a growing block is empty without its last row
+            # an empty fixed block is freed when its memory is needed; other blocks are freed with their last row
             minimum = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
             while blocks.sizes and sum(blocks.sizes[:-1]) >= minimum:
                 blocks.sizes.pop()
