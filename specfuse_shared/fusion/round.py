@@ -1,7 +1,8 @@
 """One round: active members draft and verify, the best candidate is the segment, and weights learn from the scores.
 
-Members draft all at once, or the leader drafts first and the others take its draft as a guess. A guess changes no
-draft: a member still drafts its own text, but if that equals the leader's, one forward pass finds it.
+All members draft at once, or one member, the leader, drafts first. Then the others use its draft as a guess, as in
+speculative decoding. A guess changes no draft: a member still drafts its own text. If that equals the leader's draft,
+one forward pass is enough.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from specfuse_shared.types import (
 )
 
 Ask = Callable[[Ops], Awaitable[dict[str, Value]]]
-"""Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then, and
-those that were late are absent."""
+"""Has members run stages. Returns the values, in the order of the request, of the members that answered.
+
+Failed members have left the answer by then, and late ones are absent from the round.
+"""
 
 
 @dataclass(slots=True)
@@ -55,13 +58,13 @@ class DistinctCandidate:
     drafters: list[str]
     tokens: int
     overrun: str = ""
-    """The first author's text after the candidate."""
+    """Text that the first author drafted after the candidate, and that was cut off."""
     over: FinishReason | None = None
-    """Why the answer is over with this text under its grammar."""
+    """Why the answer ends after this text, if its grammar says so."""
     scores: dict[str, float] = field(default_factory=dict)
     score: float | None = None
     repeats: bool = False
-    """It repeats earlier text, so the repetition guard took its score."""
+    """Whether it repeats earlier text, so that the repetition guard gives it no vote."""
 
     @property
     def finishes(self) -> bool:
@@ -78,7 +81,7 @@ class DistinctCandidate:
 
 
 class AnswerPolicies:
-    """Constants of all rounds of an answer: settings and policies; and the number of verified rounds."""
+    """Constants of all rounds of an answer, its settings and policies; also the number of verified rounds."""
 
     def __init__(
         self,
@@ -100,15 +103,15 @@ class AnswerPolicies:
         self.verified_rounds = 0
         self.lead = LeaderPolicy(traffic)
         self.opened = False
-        """Whether the first segment is complete: text that was clear before its end is followed by more."""
+        """Whether the first segment is complete. If it was decided early, the next round drafts the rest of it."""
 
     def segment_limit(self, tokens: int) -> int:
-        """Maximum tokens of the next drafts, after this number of answer tokens."""
+        """Maximum tokens of the next drafts of an answer that has `tokens` tokens."""
         first = 0 if self.opened else (self.config.first_segment_tokens or 0) - tokens
         return max(first, self.config.segment_tokens)
 
     def decodes_plainly(self, active: Sequence[str]) -> bool:
-        """Whether one member is left, which needs no verification; a grammar still checks its drafts."""
+        """Whether one member is left and no grammar checks its drafts. Then it decodes without verification."""
         return len(active) == 1 and self.constraint is None
 
 
@@ -117,8 +120,8 @@ class Round:
 
     `run` drafts, verifies, elects, appends and learns. Then the fields hold the result. `record`: None if no member had
     a draft. `segment`: the new text. `uncommitted`: text that members have to commit before they draft again.
-    `closing`: the end of the segment without an author, if it ends the answer. `loop`: the text that a value repeated,
-    if the value was closed. `judged`: the draft of a single member, with its log-probabilities if requested.
+    `closing`: text without an author that closes the answer. `loop`: the text that a value repeated, if the value was
+    closed. `judged`: the draft of a member that decodes alone, if its log-probabilities were requested.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Round:
     async def run(self) -> None:
         """Draft and verify until the winner is clear, then append its text and learn from the scores.
 
-        Members commit the segment with their next drafts, so its readers do not wait for that.
+        Members commit the segment with their next drafts, so that it is streamed without waiting for commits.
         """
         limit = self._policies.segment_limit(self._answer.tokens)
         for tokens in self._policies.config.looks(limit):
@@ -175,7 +178,7 @@ class Round:
     async def _draft(self, tokens: int) -> None:
         """Get every present member's candidate of at most `tokens` tokens; equal ones count once.
 
-        Drafts that are requested again, with a higher limit, begin as before. Members keep their drafts, except a
+        The same drafts may be requested again with a higher limit. Then each one extends the previous one, except at a
         server that samples. Text that the grammar forces is every member's draft, without a forward pass.
         """
         began = time.monotonic()
@@ -191,7 +194,7 @@ class Round:
         self._note_absent("draft", tokens)
 
     async def _ask_for_drafts(self, tokens: int) -> dict[str, Value]:
-        """All drafts at once; with a leader, its draft first, which the others take as a guess."""
+        """All drafts at once. With a leader, its draft comes first, and the others use it as a guess."""
         if self._alone:
             return await self._ask(self._plain_draft(tokens))
         names = self._willing
@@ -213,7 +216,7 @@ class Round:
 
     @property
     def _willing(self) -> list[str]:
-        """The drafting members: under a grammar the selected ones, or all if none is selected."""
+        """The members that draft: under a grammar those with `drafts_under_grammar`, or all if none has it."""
         if self._constraint is None:
             return self._present
         willing = [n for n in self._present if self._participants[n].member.info.drafts_under_grammar]
@@ -284,7 +287,7 @@ class Round:
     # ── verify ───────────────────────────────────────────────────────────────────────────────────
 
     async def _verify(self, tokens: int) -> None:
-        """Get every present member's verdicts. A late verifier counts as if it had not drafted either."""
+        """Get every present member's verdicts. The draft of a late verifier does not count either."""
         began = time.monotonic()
         queries = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in self._candidates)
         judged = await self._ask({name: Verify(queries) for name in self._present})
@@ -305,7 +308,7 @@ class Round:
     # ── elect ────────────────────────────────────────────────────────────────────────────────────
 
     def _elect(self, tokens: int, limit: int) -> bool:
-        """Choose the winner; False if it is not clear yet, so that members should draft more tokens."""
+        """Choose the winner. False: it is not clear yet, and members should draft more tokens."""
         candidates = self._candidates
         is_last = tokens == limit or (bool(candidates) and all(candidate.finishes for candidate in candidates))
         if len(candidates) > 1:
@@ -351,7 +354,10 @@ class Round:
 
     @property
     def _are_short(self) -> bool:
-        """Whether to compare candidates as wholes: one ends the answer or is a call, or no free text is allowed."""
+        """Whether an early winner needs the higher margin, because candidates are better compared in full.
+
+        One of them ends the answer or begins a tool call, or a grammar allows no free text.
+        """
         tools, before = self._policies.tools, self._answer.text
         return self._bound or any(c.finishes or tools.begins(before + c.text) for c in self._candidates)
 
@@ -378,7 +384,10 @@ class Round:
             self.uncommitted = self.segment.text
 
     def _end_without_draft(self) -> None:
-        """No member had a draft. If one left or was late, the rest are asked again; else a value is closed."""
+        """No member had a draft. If a member left or was late, a new round asks the rest.
+
+        Otherwise the answer ends, and a value under a grammar is closed.
+        """
         began = len(self._before) - sum(absence.stage is None for absence in self._absent.values())
         if self._participants.active and len(self._present) < began:
             return
@@ -390,9 +399,9 @@ class Round:
     def _text_of(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer, if it does.
 
-        If every candidate loops, the answer is closed: by no text, or by the rest of a value under a grammar. A list or
-        string in a loop is closed by itself, and the value continues. A single member is never cut: it answers as
-        without this package.
+        If the winner loops, so does every other plausible candidate, and the answer ends. Under a grammar the
+        rest of the value is added. If a list or string loops, only that is closed, and the value continues. An ensemble
+        of one member is never cut: it answers as without this package.
         """
         plain, answer, constraint = (winner.text, winner.reason), self._answer.text, self._constraint
         guards = self._policies.config.repetition_guard and len(self._participants.sides) > 1
@@ -411,9 +420,9 @@ class Round:
         return closing, FinishReason.REPETITION
 
     def _closed(self, loop: ValueLoop, constraint: AnswerConstraint) -> tuple[str, FinishReason | None] | None:
-        """The first occurrence of a loop with its closing text; None if the grammar requires more.
+        """The first occurrence of the repeated text, with the text that closes the list or string.
 
-        A call is closed as a whole: text after a loop should not be executed.
+        None if the grammar requires more. A tool call is closed as a whole: it should not be executed.
         """
         text = loop.kept + loop.closer
         if not loop.closer:
@@ -434,7 +443,7 @@ class Round:
         return text, FinishReason.REPETITION
 
     def _own_count(self) -> int | None:
-        """Tokens of the answer with this round, if the reference member decodes alone and counts them itself."""
+        """Tokens of the answer, this round included, if the reference member decodes alone and so has their count."""
         side = self._participants.reference
         return side.alone if self._alone and side.member.name in self._present else None
 

@@ -1,15 +1,16 @@
-"""KV caches of a model: rows in blocks, and prefix reuse.
+"""KV caches of a model: rows in blocks, and prefix reuse. Paged execution has pages instead of blocks (`pages.py`).
 
-Every answer owns one row; slots are its tokens. A block contains rows of equal capacity, so that a batch is a slice. A
-full row moves to a block of twice the capacity. A freed row is filled with the last one of its capacity, so that the
-rows in use are always the first ones. If steps are captured, blocks never move or grow: a full block gets a successor.
-Every row keeps its last slot free: fixed-shape steps write there for answers that do not take part.
+Every answer owns one row, and each slot of it holds one token. A block contains rows of equal capacity, so that a batch
+is a slice. A full row moves to a block of twice the capacity. If a row is freed, the last one of its capacity moves
+into the gap, so that the rows in use are always the first ones. If steps are captured, blocks never move or grow: a
+full block gets a successor. Every row keeps its last slot free: fixed-shape steps write there for answers that do not
+take part.
 
 The next turn of a conversation, the next step of an agent loop and questions over one passage share most of their
-prompt. Copies of ended answers' prefixes live outside the cache rows, bounded in bytes, least recently used first out.
-A prefix of a running answer is copied from its row.
+prompt. So prefixes of ended answers are copied out of the rows. Their bytes are limited, and the least recently used
+one is dropped first. A prefix of a running answer is copied from its row.
 
-Admission uses the same arithmetic of rows and blocks.
+Admission computes its budget with the same functions for rows and blocks.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from specfuse_shared.runtime.sampler import upload
 
 _SMALLEST_ROW = {"cpu": 256}
 _DEFAULT_SMALLEST_ROW = 1024
-"""Coarser where steps are captured, which happens anew for every capacity."""
+"""Larger where steps are captured, because every capacity needs new captures."""
 SPARE = 1
+"""Slots at the end of a row that no answer uses."""
 TREE_CAPACITY = 64
 """Slots of a new row after the prompt, for the tokens that a round tries."""
 _FIRST_ROWS = 8
-"""Rows of the first block that stays where it is, at the smallest capacity; blocks of longer rows have fewer."""
+"""Rows of the first fixed block of the smallest capacity; blocks of longer rows have fewer."""
 
 
 def row_capacity(slots: int, smallest: int) -> int:
@@ -47,15 +49,15 @@ def smallest_row(device: torch.device) -> int:
 
 
 def fixed_rows(number: int, capacity: int, smallest: int) -> int:
-    """Rows of block `number` of a capacity, if blocks stay in place: 1, 4, 8, 12 … times those in the first."""
+    """Rows of block `number` of a capacity, if blocks are fixed: 1, 3, 4, 4 … times the rows of the first block."""
     first = max(1, _FIRST_ROWS * smallest // capacity)
     return first * ((1, 3)[number] if number < 2 else 4)
 
 
 def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool) -> list[int]:
-    """Possible numbers of rows to add to a capacity once the blocks of `sizes` are full; the first that fits is used.
+    """Possible numbers of rows to add to a capacity whose blocks of `sizes` are full; the first that fits is used.
 
-    A block that stays in place is created with as many rows as memory allows; other blocks double.
+    A fixed block gets fewer rows if memory is insufficient for all. Other blocks double.
     """
     if not is_fixed:
         return [max(1, sum(sizes))]
@@ -64,7 +66,7 @@ def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool
 
 
 _LAYERS_A_STACK = 16
-"""Number of key or value tensors in one stack: more would save calls, but a block grows by copying its stacks."""
+"""Key or value tensors in one stack. More would save calls, but a block grows by copying one stack after another."""
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values (rows, heads, capacity, head size)."""
@@ -76,7 +78,7 @@ _versions = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSlots:
-    """The first slots of a row: keys and values of each layer (heads, slots, head size), with their own `nbytes`."""
+    """The first slots of a row: keys and values of each layer (heads, slots, head size). `nbytes`: 0 for views."""
 
     layers: dict[int, Layer]
     nbytes: int
@@ -86,12 +88,12 @@ class SavedSlots:
         return {id(self): self.nbytes}
 
     def free(self) -> None:
-        """Memory goes with the tensors."""
+        """Nothing to do: the memory is freed with the tensors."""
 
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
-    """One answer's place in a block: slots 0 … used - 1 hold keys and values. `reach`: tokens that are sure to come."""
+    """One answer's row in a block: slots 0 … used - 1 hold keys and values. `reach`: see `PagedRow`."""
 
     pool: CachePool
     block: CacheBlock
@@ -113,19 +115,19 @@ class CacheRow:
         end = prefix + len(slots)
         if slots and list(slots) != list(range(prefix, end)):
             at = upload(slots, self.block.stacks[0].device)
-            for stack in self.block.stacks:  # where memory runs out half-way, what is done must not be done again
+            for stack in self.block.stacks:  # if memory runs out, only this stack is retried: others are done already
                 moved = self.pool.retried(lambda s=stack: s[:, self.index].index_select(2, at.to(s.device)))  # type: ignore[misc]
                 stack[:, self.index, :, prefix:end] = moved
         self.used = end
 
     @property
     def capacity(self) -> int:
-        """Slots that it can hold where it is."""
+        """Slots that it has without moving."""
         return self.block.capacity
 
     @property
     def room(self) -> int:
-        """Slots after those in use that it can hold where it is."""
+        """Free slots that it has without moving."""
         return max(0, self.block.capacity - SPARE - self.used)
 
     def save(self, count: int) -> SavedSlots:
@@ -134,7 +136,7 @@ class CacheRow:
         return SavedSlots(copied, self.pool.bytes_per_slot * count)
 
     def view(self, count: int) -> SavedSlots:
-        """The first `count` slots of every layer, until a row moves."""
+        """Views of the first `count` slots of every layer, valid until a row moves."""
         layers = {
             n: (keys[self.index, :, :count], values[self.index, :, :count])
             for n, (keys, values) in self.block.layers.items()
@@ -153,7 +155,7 @@ class CacheRow:
 
     def load_from(self, row: CacheRow, count: int) -> None:
         """Copy the slots from `used` to `count` of another row."""
-        self.reserve(count)  # first: rows may move for it
+        self.reserve(count)  # before the view is taken: it may move rows
         self.load(row.view(count), count)
 
     def free(self) -> None:
@@ -164,10 +166,10 @@ class CacheRow:
 
 @dataclass(slots=True, eq=False)
 class CacheBlock:
-    """Rows of one capacity, up to `size` of them.
+    """Up to `size` rows of one capacity.
 
     `layers` are views into `stacks` (tensors of layers, rows, heads, capacity, head size), so that an operation on a
-    row covers many layers at once. They are created on first write; `version` changes whenever they are.
+    row covers many layers at once. They are created on first write; `version` changes whenever they are replaced.
     """
 
     pool: CachePool
@@ -180,7 +182,7 @@ class CacheBlock:
     _places: list[list[_Place]] = field(default_factory=list)
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
-        """Buffers of a layer, made like `keys` and `values` (1, heads, …, head size) if they are new."""
+        """Buffers of a layer; if it has none, they are made like `keys` and `values` (1, heads, …, head size)."""
         if index not in self.layers:
             samples = self.pool.slots if not self.layers else {}
             if index not in samples:
@@ -194,10 +196,10 @@ class CacheBlock:
         return len(self.rows) >= self.size
 
     def grow(self) -> None:
-        """Capacity for twice as many rows, so that copies stay rare."""
-        self.version = next(_versions)  # first: if memory runs out half-way, some buffers are others already
+        """Make place for twice the rows, so that copies stay rare."""
+        self.version = next(_versions)  # first: if memory runs out half-way, some buffers are already replaced
         for n, places in enumerate(self._places):
-            if self.stacks[n].shape[1] > self.size:  # memory ran out after this one, the last time
+            if self.stacks[n].shape[1] > self.size:  # it grew before memory ran out, in an earlier attempt
                 continue
             bigger = self._zeros(len(places), 2 * self.size, self.stacks[n])
             bigger[:, : self.size] = self.stacks[n][:, : self.size]
@@ -206,11 +208,11 @@ class CacheBlock:
         self.size *= 2
 
     def drop(self) -> None:
-        """Give the memory back; it is taken again when something is written."""
+        """Free the buffers; the next write makes new ones."""
         self.layers, self.stacks, self._places, self.version = {}, [], [], next(_versions)
 
     def _add_what_fits(self, slots: Mapping[int, Layer]) -> None:
-        """Buffers for fewer rows if memory for all is insufficient."""
+        """Make the buffers, for fewer rows if memory is insufficient for all."""
         while True:
             try:
                 return self._add(slots)
@@ -220,7 +222,7 @@ class CacheBlock:
                 self.size = max(len(self.rows), self.size // 2)
 
     def _add(self, slots: Mapping[int, Layer]) -> None:
-        """Buffers for layers like `slots` (1, heads, 1, head size), those that are alike in stacks."""
+        """Make buffers for layers like `slots` (1, heads, 1, head size); layers of equal shape share stacks."""
         alike: dict[tuple[object, ...], list[_Place]] = defaultdict(list)
         for index, pair in slots.items():
             for side, like in enumerate(pair):
@@ -230,14 +232,14 @@ class CacheBlock:
             for places in (layers_alike[n : n + _LAYERS_A_STACK] for n in range(0, len(layers_alike), _LAYERS_A_STACK)):
                 index, side = places[0]
                 made.append((places, self._zeros(len(places), self.size, slots[index][side])))
-        for places, stack in made:  # all or none, also where memory runs out
+        for places, stack in made:  # only now: if memory runs out above, no layer has a buffer
             self._places.append(places)
             self.stacks.append(stack)
             self._show(places, stack)
         self.version = next(_versions)
 
     def _show(self, places: Sequence[_Place], stack: torch.Tensor) -> None:
-        """Let layers be views of a stack."""
+        """Make the layers at these places views of a stack."""
         for (index, side), view in zip(places, stack, strict=True):
             keys, values = self.layers.get(index, (view, view))
             self.layers[index] = (keys, view) if side else (view, values)
@@ -257,8 +259,8 @@ class CachePool:
     """The blocks of one model on a device, by capacity, in the order in which they are filled.
 
     `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
-    blocks stay where they are, and another one follows a full one. `keeps_empty` blocks until `reclaim`, because steps
-    captured over their buffers would be lost with them. `reclaim_memory` gives back what only saves time.
+    blocks never move or grow, and a new one follows a full one. `keeps_empty`: empty blocks stay until `reclaim`,
+    because the steps captured over their buffers would be lost. `reclaim_memory` frees memory that only saves time.
     """
 
     def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
@@ -275,7 +277,7 @@ class CachePool:
         row = CacheRow(self, block, len(block.rows))
         block.rows.append(row)
         for stack in block.stacks:
-            # a NaN that an earlier answer left would reach this one through masked slots: 0 · NaN is NaN
+            # an earlier answer may have left a NaN, which masked slots let through: 0 · NaN is NaN
             stack[:, row.index].zero_()
         return row
 
@@ -312,10 +314,10 @@ class CachePool:
             blocks.remove(source)
 
     def covering(self, rows: Sequence[CacheRow]) -> list[tuple[CacheBlock, int]]:
-        """Blocks and a number of their first rows that include these rows; few such coverings occur.
+        """Blocks, each with a number of its first rows, that include these rows.
 
-        A capacity is covered up to its first row, its first block, its second … The capacities that occur are all
-        covered alike, if they have blocks.
+        Few different results occur, so that few steps are captured. A capacity is covered up to its first row, its
+        first block, its second block, and so on. All capacities of `rows` are covered up to the same level.
         """
         fitting: dict[int, int] = {}
         for row in rows:
@@ -330,7 +332,7 @@ class CachePool:
         return covered
 
     def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `work`; if memory runs out, try again, as long as there is something to free."""
+        """The result of `work`. If memory runs out, it is tried once again, and then while something can be freed."""
         for tries in itertools.count():
             try:
                 return work()
@@ -340,7 +342,7 @@ class CachePool:
         raise AssertionError("never reached")
 
     def reclaim(self) -> bool:
-        """Give the memory of empty blocks back; whether there were any."""
+        """Free empty blocks; whether there were any."""
         empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
         for block in empty:
             block.drop()
@@ -355,11 +357,11 @@ class CachePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one slot of one row, once something was written."""
+        """Bytes of one slot of a row in all layers; 0 until the layers are known."""
         return slot_bytes(self.slots)
 
     def _block(self, capacity: int) -> CacheBlock:
-        """The first block with a free row; one that grows, or is new, if there is none."""
+        """The first block with a free row. If there is none, a block grows, or a new one is made."""
         blocks = self._blocks.setdefault(capacity, [])
         for block in blocks:
             if not block.is_full:
@@ -373,7 +375,7 @@ class CachePool:
 
 
 def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) -> None:
-    """Copy `row` from `source` to row `index` of `block`, and clear the rest of an earlier answer."""
+    """Copy `row` from `source` to row `index` of `block`, and clear the slots after it."""
     pairs = [(stack, stack) for stack in block.stacks] if source is block else []
     if source is not block:
         pairs = [
@@ -387,10 +389,11 @@ def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) 
 
 
 SHORTEST_PREFIX = 16
+"""Fewest tokens of a prefix that is worth copying."""
 
 
 class Kept(Protocol):
-    """The first slots of an answer that ended."""
+    """The remembered first slots of an ended answer."""
 
     @property
     def pieces(self) -> Mapping[Hashable, int]:
@@ -415,11 +418,11 @@ class Row(Protocol):
 
     @property
     def room(self) -> int:
-        """Slots after those in use that it can have without more memory."""
+        """Free slots that it can have without more memory."""
         ...
 
     def reserve(self, slots: int) -> None:
-        """Have `slots` slots in all."""
+        """Grow to `slots` slots in all."""
         ...
 
     def keep(self, prefix: int, slots: Sequence[int]) -> None:
@@ -431,15 +434,15 @@ class Row(Protocol):
         ...
 
     def save(self, count: int) -> Any:
-        """The first `count` slots, to keep when the row is gone: `Kept`."""
+        """The first `count` slots as `Kept`, which stays when the row is freed."""
         ...
 
     def load(self, saved: Any, count: int) -> None:
-        """Hold what `saved` has in the slots from `used` to `count`."""
+        """Fill the slots from `used` to `count` from `saved`."""
         ...
 
     def load_from(self, row: Any, count: int) -> None:
-        """Hold what another row has in the slots from `used` to `count`."""
+        """Fill the slots from `used` to `count` from another row."""
         ...
 
     def free(self) -> None:
@@ -454,18 +457,19 @@ class _Entry:
 
 
 class Holder(Protocol):
-    """An answer that runs."""
+    """A running answer."""
 
     @property
     def cached(self) -> tuple[Row, tuple[int, ...]] | None:
-        """Its row and the committed ids in it; None where they cannot be copied."""
+        """Its row and the committed ids in it; None if they cannot be copied."""
         ...
 
 
 class PrefixCache:
-    """Token sequences with their keys and values. `limit`: bytes of those that ended; 0 keeps none of them.
+    """Prefixes of earlier answers with their keys and values.
 
-    `holders`: answers that run, whose prefixes are copied from their rows, without a limit.
+    `limit`: bytes for prefixes of ended answers; 0: none is remembered. `holders`: running answers, whose prefixes are
+    copied from their rows and count towards no limit.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -482,7 +486,10 @@ class PrefixCache:
         return sum(pieces.values())
 
     def fill(self, row: Row, prompt: Sequence[int]) -> int:
-        """Put more of `prompt`, but not its last token, into a row that holds its beginning; how many it holds then."""
+        """Fill a row that holds the beginning of `prompt` with more of it, from other answers.
+
+        Returns the number of tokens that it holds then. The last token is never filled in: its logits are needed.
+        """
         prefix = tuple(prompt[:-1])
         sizes = [common_length(entry.ids, prefix) for entry in self._entries]
         running = [(common_length(ids, prefix), row_read) for row_read, ids in self._held(row)]
@@ -494,7 +501,7 @@ class PrefixCache:
             row.load_from(next(row_read for count, row_read in running if count == size), size)
             return size
         entry = self._entries[sizes.index(remembered)]
-        self._entries.remove(entry)  # first: loading may have to free memory
+        self._entries.remove(entry)  # most recently used before it loads: loading may have to drop others
         self._entries.append(entry)
         row.load(entry.kept, remembered)
         return remembered
@@ -505,7 +512,7 @@ class PrefixCache:
         return [entry for entry in cached if entry is not None and entry[0] is not row and len(entry[1]) > row.used]
 
     def store(self, row: Row, ids: Sequence[int]) -> None:
-        """Keep a copy of a row that holds `ids`, in place of entries that it begins with."""
+        """Remember a row that holds `ids`. Entries that are a prefix of it are dropped."""
         ids = tuple(ids)
         if not self.limit or len(ids) < SHORTEST_PREFIX:
             return

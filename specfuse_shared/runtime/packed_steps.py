@@ -1,8 +1,10 @@
 """Packed steps: the tokens of all answers in one row, over pages. A step's shape is its number of tokens.
 
-So CUDA graphs are keyed by a dozen sizes, and the usual ones are captured at load. Neither the length of a prompt nor
-the number of answers makes another. Contexts beyond 4,096 slots have graphs of their own for steps of more than 64
-tokens.
+So CUDA graphs have one of a dozen sizes, and the usual ones are captured at load. Neither the length of a prompt nor
+the number of answers requires another one. Only steps of more than 64 tokens have separate graphs for contexts beyond
+4,096 slots.
+
+The tail of an answer begins at the first slot that some of its new tokens do not see. A mask says what they see there.
 
 Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
 """
@@ -25,22 +27,24 @@ from specfuse_shared.runtime.sampler import upload
 from specfuse_shared.runtime.static_runner import DraftInput, Forward, Graphs, StaticRunner, Step
 
 SIZES = tuple(1 << n for n in range(12))
-"""Numbers of tokens of a step: 1 to 2,048. Larger inputs take several steps."""
+"""Possible numbers of tokens of a step: 1 to 2,048. Larger inputs take several steps."""
 MOST_ANSWERS = 512
-"""Answers of a step. More answers take several steps."""
+"""Maximum answers of a step. More answers take several steps."""
 _FEW_LOGITS = 64
-"""Most tokens of a large step whose logits are computed, if the step has two forms; the other computes all."""
+"""A large step has two forms if the model can skip logits: one computes at most this number, the other one all."""
 _WARMED = 256
 """Tokens of the largest step that is captured at load."""
 _TAIL = 512
-"""Slots of a tail that the buffers hold at first: several times a round's token tree."""
+"""Slots of a tail for which the buffers are made at first: several times a round's token tree."""
 _MOST_PAGES = 8192
-"""Pages of an answer that the buffers hold at first, at most."""
+"""Maximum pages of an answer for which the buffers are made at first."""
 
 
 class Buffers:
-    """The inputs of steps, on the device. They are made once, large enough for the largest step, because captured steps
-    read them at fixed addresses."""
+    """The inputs of steps, on the device, at fixed addresses that captured steps read.
+
+    All steps share them: they are large enough for the largest one.
+    """
 
     def __init__(self, device: torch.device, pages: int, tail: int = _TAIL) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -59,7 +63,7 @@ class Buffers:
 
 
 class PackedStep(Cache):
-    """One forward pass over a number of packed tokens; acts as the model's cache."""
+    """One forward pass over `size` packed tokens; acts as the model's cache. `few`: not all logits are computed."""
 
     def __init__(
         self, size: int, few: bool, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
@@ -90,11 +94,14 @@ class PackedStep(Cache):
 
     @property
     def is_valid(self) -> bool:
-        """Buffers and arena stay where they are."""
+        """Always: buffers and arena never move."""
         return True
 
     def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
-        """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
+        """Write the tokens of answers into the buffers.
+
+        Returns the rows of the logits that the answers want, on the device.
+        """
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(segments), 2), dtype=np.int32)
         width = max((s.slots - _base(s) for s in segments), default=0)
@@ -129,7 +136,7 @@ class PackedStep(Cache):
         return self._logit_rows(last)
 
     def begin(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Start drafts after the contents of these rows; returns the number of each one's token, on the device."""
+        """Start a draft after the cached tokens of each row; returns each draft's index in the step, on the device."""
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(rows), 2), dtype=np.int32)
         moving = np.zeros(self.tokens, dtype=np.int64)
@@ -144,7 +151,7 @@ class PackedStep(Cache):
         return upload(list(range(len(rows))), self.inputs.device)
 
     def advance(self) -> None:
-        """On to the next token of every draft: one position and slot further, which may be on its next page."""
+        """Advance every draft to its next token: one position and one slot further, maybe on the next page."""
         moving = self.moving
         self.positions.add_(moving)
         self._layout.tokens[:, 1:].add_(moving[:, None])
@@ -156,7 +163,7 @@ class PackedStep(Cache):
         self._slots[:count].copy_(torch.where(moving[:count] > 0, places, self._slots[:count]))
 
     def make_masks(self) -> None:
-        """None are needed: the operation knows what each token sees."""
+        """None are needed: `paged_attention` gets the slots that each token sees from the layout."""
 
     def drop_masks(self) -> None:
         """None were made."""
@@ -189,7 +196,7 @@ class PackedStep(Cache):
         return paged_attention(packed, keys, values, self._layout, sight, kwargs.get("s_aux"), self._parts)[None]
 
     def _padding(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Inputs, tokens and blocks of padding alone, which writes to page 0 and sees nothing."""
+        """Inputs, tokens and blocks with nothing but padding, which writes to page 0 and sees nothing."""
         tokens = np.zeros((self.tokens, 3), dtype=np.int32)
         tokens[:, 0] = -1
         return np.zeros((3, self.tokens), dtype=np.int64), tokens, np.zeros((self.tokens, 2), dtype=np.int32)
@@ -213,7 +220,7 @@ class PackedStep(Cache):
         self._layout.pages[: len(rows), :width].copy_(upload(pages, device))
 
     def _logit_rows(self, last: Sequence[int]) -> torch.Tensor:
-        """Where these logits will be: among those of all tokens, or the first of the few that are computed."""
+        """The rows in which the logits of tokens `last` will be: their own, or the first ones if few are computed."""
         if self.logit_tokens is None:
             return upload(last, self.inputs.device)
         padded = [*last, *[0] * (_FEW_LOGITS - len(last))]
@@ -222,17 +229,20 @@ class PackedStep(Cache):
 
 
 def _prefixes(visible: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How many slots each token sees from the first on without a gap."""
+    """Number of the first slots that each token sees without a gap."""
     return np.asarray(np.where(visible.all(axis=1), visible.shape[1], visible.argmin(axis=1)))
 
 
 def _base(segment: ForwardInput) -> int:
-    """Where the tail of a segment's answer begins: before it, every token sees every slot."""
+    """The slot at which the tail of a segment's answer begins. Every token sees every slot before it."""
     return segment.slots if segment.visible is None else int(_prefixes(segment.visible).min())
 
 
 def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
-    """The numbers of segments that share a step: as many as a step may have tokens and answers."""
+    """The numbers of the segments of each step, within the limits of tokens and answers.
+
+    A segment that is larger than a step is alone in its group.
+    """
     groups: list[list[int]] = [[]]
     tokens = 0
     for number, segment in enumerate(segments):
@@ -245,7 +255,7 @@ def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
 
 
 def pieces_of(segment: ForwardInput) -> Iterator[ForwardInput]:
-    """A segment in pieces that fit a step, in order. Each piece finds its row as the one before it left it."""
+    """A segment in pieces that fit a step, in order. Before each piece, the row's `used` counts the previous ones."""
     row, count, most = segment.row, len(segment.ids), SIZES[-1]
     start = row.used
     if count <= most:
@@ -264,7 +274,7 @@ def pieces_of(segment: ForwardInput) -> Iterator[ForwardInput]:
 
 
 def size_of(tokens: int) -> int:
-    """Tokens of the smallest step for a number of tokens."""
+    """Size of the smallest step that holds a number of tokens."""
     return next(size for size in SIZES if size >= tokens)
 
 
@@ -272,8 +282,8 @@ class PackedRunner(StaticRunner):
     """Runs the packed steps of one model over `arena`.
 
     Args:
-        groups: Heads of queries for each head of keys.
-        most_pages: Pages of the longest answer, if known. Longer ones cost the captured steps once.
+        groups: Query heads per key head.
+        most_pages: Pages of the longest answer, if known. A longer one causes larger buffers and new captures.
     """
 
     def __init__(
@@ -296,11 +306,11 @@ class PackedRunner(StaticRunner):
         self._buffers = Buffers(device, min(most_pages, arena.pages, _MOST_PAGES))
 
     def fits(self, segments: Sequence[ForwardInput]) -> bool:
-        """Every segment does, prompts included."""
+        """Always: packed steps take every segment, prompts included."""
         return True
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment, in as few steps as can be; logits (last tokens, V) of each."""
+        """Feed every segment, several in a step; logits (last tokens, V) of each."""
         outputs: list[torch.Tensor] = []
         for numbers in grouped(segments):
             group = [segments[n] for n in numbers]
@@ -322,7 +332,7 @@ class PackedRunner(StaticRunner):
         return torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in group])
 
     def warm_up(self, row: Any) -> None:
-        """Capture the steps of every usual size: those that compute all logits, and those of prompts."""
+        """Capture the steps of every usual size, both with all logits and with few of them."""
         for size in SIZES:
             if size > _WARMED:
                 return
@@ -344,7 +354,7 @@ class PackedRunner(StaticRunner):
         return self._packed(requests, sum(count for _, count in requests))
 
     def _packed(self, requests: Sequence[tuple[Any, int]], logits_needed: int, width: int = 0) -> PackedStep:
-        """The step for a number of tokens of these rows."""
+        """The step for rows and numbers of their tokens. `width`: slots of the longest tail."""
         size = size_of(sum(count for _, count in requests))
         few = self._can_skip_logits and size > _FEW_LOGITS >= logits_needed
         parts = parts_for(size, max(row.capacity for row, _ in requests))
@@ -358,7 +368,7 @@ class PackedRunner(StaticRunner):
         return step
 
     def _widen(self, pages: int, tail: int) -> None:
-        """Make larger buffers for answers that outgrow them, and drop the steps over the old ones."""
+        """Make larger buffers if answers outgrow them, and drop the steps that were captured over the old buffers."""
         held_pages, held_tail = self._buffers.pages.shape[1], self._buffers.tail.shape[1]
         if pages <= held_pages and tail <= held_tail:
             return

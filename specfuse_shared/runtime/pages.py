@@ -1,7 +1,8 @@
 """The cache of a model as one arena of pages for each layer, which all answers share.
 
-An answer has a list of pages. Answers that share a prefix share its pages: each page counts its owners. Only the last,
-incomplete page of a prefix is copied. The arena never moves or grows, so captured steps stay valid.
+An answer has a list of pages (a block table). Answers that share a prefix share its pages: each page counts its owners,
+and a shared page is copied before it is written. So only the last, incomplete page of a prefix is copied. The arena
+never moves or grows, so captured steps stay valid.
 
 Symbols: N slots of the arena, J heads of keys, D head size.
 """
@@ -19,7 +20,7 @@ from specfuse_shared.runtime.sampler import upload
 
 
 class OutOfPagesError(torch.OutOfMemoryError):
-    """No page is free, and nothing could be given back."""
+    """No page is free, and no remembered prefix is left to drop."""
 
     def __init__(self, pages: int) -> None:
         super().__init__(f"out of memory: all {pages - 1} pages of the cache ({PAGE} tokens each) are in use")
@@ -30,10 +31,11 @@ class PagedRow:
     """One answer's pages: slots 0 … used - 1 hold keys and values.
 
     Attributes:
-        arena: Where its pages are.
+        arena: The arena of its pages.
         pages: Their numbers, in order.
         used: Number of slots in use.
-        reach: Tokens that are sure to come; see `LongRope`.
+        reach: More than the limit of `LongRope` once the text needs the long set of frequencies; else 0.
+        is_free: Whether `free` was called.
     """
 
     arena: PageArena
@@ -44,19 +46,19 @@ class PagedRow:
 
     @property
     def capacity(self) -> int:
-        """Slots of its pages."""
+        """Number of slots in its pages."""
         return len(self.pages) * PAGE
 
     def place(self, slot: int) -> int:
-        """The slot of the arena that holds a slot of the answer."""
+        """The arena's slot for a slot of the answer."""
         return self.pages[slot // PAGE] * PAGE + slot % PAGE
 
     def places(self, start: int, stop: int) -> list[int]:
-        """The slots of the arena from `start` to `stop`."""
+        """The arena's slots for the answer's slots `start` … `stop` - 1."""
         return [self.place(slot) for slot in range(start, stop)]
 
     def reserve(self, slots: int) -> None:
-        """Take pages for `slots` slots in all. Pages that will be written belong to this answer alone afterwards."""
+        """Take pages until there are `slots` slots. Afterwards no page that will be written is shared."""
         self._own_from(self.used)
         missing = self.arena.pages_of(slots) - len(self.pages)
         if missing > 0:
@@ -72,12 +74,12 @@ class PagedRow:
 
     @property
     def room(self) -> int:
-        """Slots after those in use that its pages have, or that free pages could add for a round's tokens."""
+        """Free slots: those left in its pages, and those that free pages could add, at most for a round's tokens."""
         return self.capacity - self.used + min(self.arena.free_pages * PAGE, TREE_CAPACITY)
 
     @property
     def pieces(self) -> Mapping[Hashable, int]:
-        """Bytes of each of its pages, by number: pages that several answers share have the same."""
+        """Bytes of each page by its number, which is the same in all answers that share the page."""
         return dict.fromkeys(self.pages, PAGE * self.arena.bytes_per_slot)
 
     def bytes_of(self, count: int) -> int:
@@ -85,18 +87,18 @@ class PagedRow:
         return self.arena.pages_of(count) * PAGE * self.arena.bytes_per_slot
 
     def save(self, count: int) -> PagedRow:
-        """The first `count` slots, to keep when this row is gone."""
+        """The first `count` slots as a separate row, which stays when this row is freed."""
         kept = PagedRow(self.arena)
         kept.load(self, count)
         return kept
 
     def load(self, saved: PagedRow, count: int) -> None:
-        """Hold the first `count` slots of another row, which begins as this one does.
+        """Hold the first `count` slots of `saved`, which begins with the contents of this row.
 
-        Whole pages are held by both, the last one is copied.
+        Whole pages are shared. The last, incomplete one is copied.
         """
         start, whole = self.used // PAGE, count // PAGE
-        # all of them first: to take a page, the arena may forget `saved`
+        # hold all pages first: to take a new one, the arena may drop `saved`
         shared = self.arena.hold(saved.pages[start : self.arena.pages_of(count)])
         try:
             last = self.arena.take(1) if count > whole * PAGE else []
@@ -123,7 +125,7 @@ class PagedRow:
             self.pages = []
 
     def _own_from(self, slot: int) -> None:
-        """Copy pages from this slot's on that another answer holds too: they are about to be written."""
+        """Copy shared pages, from the page of `slot` on, because they are about to be written."""
         for number in range(slot // PAGE, len(self.pages)):
             page = self.pages[number]
             if self.arena.owners[page] > 1:
@@ -134,11 +136,11 @@ class PagedRow:
 
 
 class PageArena:
-    """All pages of a model on its device. Page 0 belongs to nobody: padding is written there.
+    """All pages of a model on its device. Page 0 belongs to no answer: padding is written there.
 
     Args:
-        slots: One slot of each layer, keys and values (1, J, 1, D).
-        pages: Number of pages, the first one included.
+        slots: Example keys and values (1, J, 1, D) of each layer, for one slot.
+        pages: Number of pages, including page 0.
     """
 
     def __init__(self, slots: Mapping[int, Layer], pages: int) -> None:
@@ -155,7 +157,7 @@ class PageArena:
         self._free = list(range(pages - 1, 0, -1))
         self.reclaim_memory: Callable[[], bool] = lambda: False
         self.reclaim_pages: Callable[[], bool] = lambda: False
-        """Gives back pages that only save time; whether there were any. Other memory is of no use here."""
+        """Drops a remembered prefix; whether there was one. Other memory than pages does not help."""
 
     @staticmethod
     def pages_of(slots: int) -> int:
@@ -163,11 +165,11 @@ class PageArena:
         return -(-slots // PAGE)
 
     def row(self, slots: int = 0) -> PagedRow:
-        """A new answer. It takes its pages when they are about to be written, so that shared ones are never taken."""
+        """A row for a new answer. It takes pages only when it writes, so that a shared prefix needs no new ones."""
         return PagedRow(self)
 
     def reclaim(self) -> bool:
-        """Nothing to give back: the arena's memory is its own for good."""
+        """Always False: the arena keeps its memory."""
         return False
 
     @property
@@ -185,7 +187,7 @@ class PageArena:
         return slot_bytes(self.slots)
 
     def take(self, count: int) -> list[int]:
-        """Pages that are now owned once. Raises `OutOfPagesError`; then none is taken."""
+        """Take free pages; each has one owner then. If it raises `OutOfPagesError`, none is taken."""
         while len(self._free) < count:
             if not self.reclaim_pages():
                 raise OutOfPagesError(self.pages)
@@ -195,13 +197,13 @@ class PageArena:
         return taken
 
     def hold(self, pages: Sequence[int]) -> list[int]:
-        """The same pages, with one more owner each."""
+        """Add an owner to each page; returns the pages."""
         for page in pages:
             self.owners[page] += 1
         return list(pages)
 
     def give(self, pages: Sequence[int]) -> None:
-        """One owner of each of these pages less; pages without any are free again."""
+        """Remove an owner from each page; a page without owners is free again."""
         for page in pages:
             self.owners[page] -= 1
             if not self.owners[page]:
@@ -213,7 +215,7 @@ class PageArena:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots to slots, all at once, in every layer."""
+        """Copy the arena's slots `sources` to `targets` in every layer; all are read before any is written."""
         pairs = [tensor for pair in self.layers.values() for tensor in pair]
         at: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in pairs:

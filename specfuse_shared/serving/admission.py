@@ -1,4 +1,4 @@
-"""Admission of answers: a budget of memory and of slots.
+"""Admission of answers: a budget of memory, and a limit on their number.
 
 Also returns unused memory to the system.
 """
@@ -27,14 +27,18 @@ from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, next_rows, row_capac
 from specfuse_shared.runtime.mps import empty_cache
 
 _PREFIX_SHARE = 0.125
+"""Share of the memory for answers that holds prefixes of past answers."""
 _BRANCHES = 5
-"""Branches of an answer besides each member's candidate: its prefix, its own draft, guesses."""
+"""Branches of an answer besides one candidate per member: its prefix, its own draft, guesses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Maximum needs of an answer: a cache row of each member (its slots, smaller first if it grows), or `tokens` of
-    a preallocated cache, and bytes of logits on each device."""
+    """Maximum needs of an answer.
+
+    `rows`: for each member the capacities of its cache row, the final one last. `tokens`: for each member with a
+    preallocated cache instead, tokens of it. `logits`: bytes on each device.
+    """
 
     rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
     logits: Mapping[str, int] = field(default_factory=dict)
@@ -43,20 +47,20 @@ class Need:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Rows of one capacity of a member: how many are in use, and how many each block has memory for."""
+    """Rows of one capacity of a member: the number in use, and the number that each block has memory for."""
 
     used: int = 0
     sizes: list[int] = field(default_factory=list)
 
 
 class Budget:
-    """Bytes for running answers on each device, and the number of answers.
+    """Bytes for running answers on each device, and the maximum number of answers.
 
     An answer's need on a device: each member's cache row for its prompt and longest answer, and the logits of a
     round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and a block counts in full
-    (`next_rows`). A row that grows leaves a block that other rows may keep alive, so smaller blocks count as well,
-    except blocks that stay in place, whose empty rows are freed under memory pressure. `free`: bytes for answers on
-    each device.
+    (`next_rows`). A row that grows leaves its block, which other rows may keep alive. So smaller blocks count as well,
+    except fixed blocks: these are freed under memory pressure once they are empty. `free`: bytes for answers on each
+    device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
@@ -73,7 +77,7 @@ class Budget:
         self.most_answers = max(1, min([config.max_concurrent, *row_limits]))
 
     def prefix_bytes(self, member: MemberInfo) -> int:
-        """Bytes for a member's prefixes of past answers."""
+        """Bytes in which a member remembers prefixes of past answers."""
         shares = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
         return int(self._prefix_share * min(shares, default=0))
 
@@ -106,13 +110,13 @@ class Budget:
             if amount > self._room(device):
                 raise RequestError(
                     f"the answer may need {amount / 2**30:.2f} GiB of cache on {device}, and only "
-                    f"{self._room(device) / 2**30:.2f} GiB are there for all answers: shorten the prompt, lower "
+                    f"{self._room(device) / 2**30:.2f} GiB are available for all answers: shorten the prompt, lower "
                     f"max_tokens, or raise EnsembleConfig(cache_bytes=…)"
                 )
         return Need(rows, dict(logits), tokens)
 
     def take(self, need: Need, running: int) -> bool:
-        """Reserve the needs if they fit."""
+        """Reserve the needs if they fit next to `running` answers; whether they did."""
         if running >= self.most_answers or not self._has_tokens(need):
             return False
         taken: dict[str, list[int]] = defaultdict(list)
@@ -135,18 +139,21 @@ class Budget:
         for name, capacity in ((name, capacity) for name, row in need.rows.items() for capacity in row):
             blocks = self._blocks[name, capacity]
             blocks.used -= 1
-            # an empty block is given back, or will be where its memory is wanted; one that grew is empty with its last
+            # an empty fixed block is freed when its memory is needed; other blocks are freed with their last row
             minimum = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
             while blocks.sizes and sum(blocks.sizes[:-1]) >= minimum:
                 blocks.sizes.pop()
 
     def _has_tokens(self, need: Need) -> bool:
-        """Whether preallocated caches can hold one more answer."""
+        """Whether preallocated caches have enough free tokens."""
         rooms = {name: self._of[name].cache_tokens or 0 for name in need.tokens}
         return all(self._tokens[name] + count <= rooms[name] for name, count in need.tokens.items())
 
     def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
-        """Add one row; whether the block that it may take fits, or the needed part of it."""
+        """Add one row; whether it fits, with as much of a new block as fits if it needs one.
+
+        `alone`: no other answer runs. Then the row is added in any case.
+        """
         member, blocks = self._of[name], self._blocks[name, capacity]
         blocks.used += 1
         if sum(blocks.sizes) >= blocks.used:
@@ -183,7 +190,7 @@ class Budget:
 
 
 def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
-    """Capacities of a row that begins with `first` slots and grows to `slots`."""
+    """Capacities that a row passes through from `first` slots to `slots`; with fixed blocks only the last one."""
     last = row_capacity(max(first, slots), member.smallest_row)
     sizes = [last]
     while not member.fixed_blocks and sizes[0] > row_capacity(first, member.smallest_row):
@@ -192,19 +199,22 @@ def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
 
 
 KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
-"""oneDNN compiles a kernel for each shape of a product and keeps 1,024 of them: memory in use grew by some 20 MiB
-with each demo engine that was loaded, answered and closed. With this limit it stays constant, at the same speed."""
+"""oneDNN compiles a kernel for each shape of a matrix product and keeps 1,024 of them. So memory grew by about 20 MiB
+with each demo engine that was loaded, used and closed. With this limit it stays constant, at the same speed."""
 TRIM_SECONDS = 5.0
-"""Without an answer; then the memory that answers gave back is returned to the system."""
+"""Seconds without an answer, after which freed memory is returned to the system."""
 
 
 def bound_kernels() -> None:
-    """Have oneDNN keep few kernels, unless the environment says how many. It is read with the first product."""
+    """Limit the kernels that oneDNN keeps, unless the environment sets a limit.
+
+    oneDNN reads it at the first matrix product.
+    """
     os.environ.setdefault(KERNELS_ENV, str(KERNELS))
 
 
 def release() -> None:
-    """Collect what is left of a closed engine, and return free memory of the process and of its devices."""
+    """Collect the garbage of a closed engine, and return free memory of the process and of its devices."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -214,16 +224,17 @@ def release() -> None:
 
 
 def settle() -> None:
-    """Have the garbage collector skip what lives now: the libraries and models of a process that loads no more.
+    """Have the garbage collector skip all present objects: the libraries and models of a process that has loaded all.
 
-    It would search some 400,000 objects every few rounds of many answers, and each search stops all answers for 0.35 s.
+    Otherwise it searches about 400,000 objects every few rounds of many answers. Each search stops all answers for
+    0.35 s.
     """
     gc.collect()
     gc.freeze()
 
 
 def trim() -> None:
-    """Return free memory of the process: glibc keeps it otherwise. Takes some 0.1 s for a gigabyte."""
+    """Return free memory of the process to the system, which glibc would keep. Takes about 0.1 s for a gigabyte."""
     if sys.platform == "linux":
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries than glibc have none
         if malloc_trim is not None:
@@ -231,19 +242,19 @@ def trim() -> None:
 
 
 class IdleTrim:
-    """Trims once nothing has been answered for a while; trimming earlier would slow the next answer."""
+    """Trims memory after some seconds without an answer; trimming earlier would slow the next answer."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
 
     def busy(self) -> None:
-        """An answer begins, or the engine is closed."""
+        """Stop the timer: an answer begins, or the engine is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def idle(self) -> None:
-        """The last answer is over."""
+        """Start the timer: the last answer is over."""
         self.busy()
         self._timer = threading.Timer(TRIM_SECONDS, trim)
         self._timer.daemon = True

@@ -1,12 +1,12 @@
 """Many answers at once: admission, the members' next stages, and listeners.
 
 The worker passes stage results to answers, and the answers' next stages to the lanes
-(`specfuse_shared.members.stages.Lane`), all in one submission per lane, so that stages of many answers share forward
-passes. Lanes run by themselves. Only the lane without a thread is stepped here, one forward pass at a time, so that
-answers join, leave and are cancelled between two passes.
+(`specfuse_shared.members.stages.Lane`). Each lane gets all of them in one submission, so that stages of many answers
+share forward passes. Lanes have their own threads, except one (`Assembly.own`). The worker runs that one's steps, one
+forward pass at a time, so that answers join, leave and are cancelled between two passes.
 
-A call first reserves a queue slot, then encodes its conversation, grammar and prompts. The slot is reserved before the
-request is read, so that refusing one costs nothing.
+A call first takes a queue slot, then encodes its conversation, grammar and prompts. So a request that is refused for
+want of a slot costs nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from specfuse_shared.text.tool_calls import ToolUse
 
 
 class QueueSlots:
-    """Who may run, wait, or get ready to wait: `max_concurrent` and `max_queue` together.
+    """Slots for all requests that run, wait, or are being encoded: `max_concurrent` + `max_queue` of them.
 
     Every method may be called from any thread.
     """
@@ -73,7 +73,7 @@ class QueueSlots:
         self._closed: Exception | None = None
 
     def take(self, seconds: float | None = None) -> None:
-        """Take a slot; `leave` returns it. If all are taken, wait for one, or raise `EngineBusyError`.
+        """Take a slot; `leave` returns it. If all are taken, wait for one, or raise `EngineBusyError` (`when_busy`).
 
         Raises `RequestTimeoutError` after this number of seconds.
         """
@@ -100,13 +100,13 @@ class QueueSlots:
             raise
 
     def leave(self) -> None:
-        """The request is over, or was never submitted."""
+        """Return a slot: its request is over, or was never submitted."""
         with self._lock:
             while self._asking:
                 try:
                     self._asking.popleft().set_result(None)
                     return
-                except InvalidStateError:  # it gave up meanwhile
+                except InvalidStateError:  # this caller has given up
                     continue
             self._free += 1
 
@@ -120,10 +120,10 @@ class QueueSlots:
                 place.set_exception(error)
 
     def check(self) -> None:
-        """Raises `EngineBusyError` where `take` would."""
+        """Raises `EngineBusyError` if `take` would raise it now."""
         if self._free <= 0 and self._config.when_busy == "raise":
             raise EngineBusyError(
-                f"as many requests run and wait as may (max_concurrent={self._config.max_concurrent}, "
+                f"all slots for requests are taken (max_concurrent={self._config.max_concurrent}, "
                 f"max_queue={self._config.max_queue}): try again later, or set when_busy='wait'"
             )
 
@@ -146,7 +146,7 @@ class QueueSlots:
 
 
 def _timed_out() -> RequestTimeoutError:
-    return RequestTimeoutError("the timeout passed while the request waited for a place", text="")
+    return RequestTimeoutError("the timeout passed while the request waited for a queue slot", text="")
 
 
 Deliver = Callable[[Event | Exception], None]
@@ -154,7 +154,10 @@ Deliver = Callable[[Event | Exception], None]
 
 @dataclass(eq=False)
 class Request:
-    """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
+    """One answer in the scheduler.
+
+    The worker calls `deliver` with its events. The last one is a `FinishEvent` or an exception.
+    """
 
     session: AnswerSession | ScoringSession
     deliver: Deliver
@@ -164,42 +167,42 @@ class Request:
     submitted: float = field(default_factory=time.monotonic)
     work: Work[Wanted, Results, None] | None = None
     asked: set[str] = field(default_factory=set)
-    """Members that run a stage for it now, and that it waits for."""
+    """Members that run a stage for it, and for which it waits."""
     late: set[str] = field(default_factory=set)
-    """Members that run a stage for it still, and that it does not wait for."""
+    """Members that still run a stage for it, and for which it no longer waits."""
     round_deadline: Deadline | None = None
-    """When those that it waits for are late."""
+    """When the members in `asked` are late."""
     answered: dict[str, float] = field(default_factory=dict)
-    """When the others came to something."""
+    """When the other members of the same request answered."""
     results: dict[str, StageResult] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Members that hold a cache for it."""
     faulty: set[str] = field(default_factory=set)
-    """Members that failed in a stage; nothing of theirs is remembered."""
+    """Members that failed in a stage. Their caches are not remembered."""
     closing: set[str] = field(default_factory=set)
-    """Members that were asked to let it go."""
+    """Members that got a `Close` for it."""
     cancelled: bool = False
     over: bool = False
-    """No more events; the request is removed once no member holds a cache for it."""
+    """It sends no more events. It is removed once no member holds a cache for it."""
 
     def next_late(self) -> tuple[frozenset[str], float]:
-        """Which of its members will be late next, and when."""
+        """The members that will be late next, and when."""
         if self.over or self.round_deadline is None:
             return frozenset(), math.inf
-        clocks = self.round_deadline.clocks  # those that only let the answer go have none
+        clocks = self.round_deadline.clocks  # members that only close the answer have none
         answered = {name: at for name, at in self.answered.items() if name in clocks}
         late, at = self.round_deadline.late(self.asked & clocks.keys(), answered)
         return late, at if late else math.inf
 
 
 _SECONDS_OF_A_WAIT = 0.2 if sys.platform == "win32" and sys.version_info < (3, 14) else None
-"""There Ctrl-C is seen between two waits, but not within one (cpython #74157)."""
+"""On Windows, Python notices Ctrl-C between two waits, but not within one (cpython #74157)."""
 
 
 class EventStream(Iterator[Event]):
-    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
+    """The events of one answer. The answer stops when the stream is closed or no longer referenced.
 
-    `engine`: kept until the answer is over.
+    `engine`: referenced until the answer is over.
     """
 
     def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None], engine: object) -> None:
@@ -240,7 +243,7 @@ class EventStream(Iterator[Event]):
 
 
 def result_of(events: Iterator[Event]) -> EnsembleResult:
-    """The fold of a stream."""
+    """The result of an answer, from its last event."""
     for event in events:
         if isinstance(event, FinishEvent):
             return event.result
@@ -248,7 +251,10 @@ def result_of(events: Iterator[Event]) -> EnsembleResult:
 
 
 def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exceptions: bool) -> list[Any]:
-    """Start all streams, then fold each. The first failure is raised once all have ended, or each is in its place."""
+    """Start all streams, then take the result of each.
+
+    Once all have ended, the first failure is raised. With `return_exceptions`, failures are returned in their places.
+    """
 
     def outcome(step: Callable[[], Any]) -> Any:
         try:
@@ -268,7 +274,7 @@ def lane_stats_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], in
     """Statistics about the engine's lanes, for answers that choose a leader."""
     lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
     devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
-    # a device elsewhere is named with its lane: "name/cuda:0"
+    # a device in another process has its lane's name before it: "name/cuda:0"
     slow = ("cpu", "disk")
     fast = [
         n
@@ -283,7 +289,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaneDiedError(RuntimeError):
-    """A lane of this process broke; the state of its work is unknown."""
+    """A lane of this process failed; the state of its work is unknown."""
 
 
 class Scheduler:
@@ -312,7 +318,7 @@ class Scheduler:
         self._worker.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request, which has a place (`places`) and gives it back when it is over."""
+        """Queue a request. It holds a queue slot (`places`), which the scheduler returns when the answer is over."""
         request.needs = self._budget.needs(request.session)
         with self._changed:
             self._check_open()
@@ -321,7 +327,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, request: Request) -> None:
-        """Stop a request before its next forward and free its caches. Safe to call twice and after its end."""
+        """Stop a request before its next forward pass, and free its caches. Safe to call twice and after its end."""
         with self._changed:
             request.cancelled = True
             self._changed.notify_all()
@@ -329,7 +335,7 @@ class Scheduler:
     def close(self) -> None:
         """End every request with `EngineClosedError`, stop the worker and close the lanes."""
         if self._process != os.getpid():
-            return  # a fork has no worker, and its copy of the lock may never be free
+            return  # a forked process has no worker, and its copy of the lock may never be released
         with self._changed:
             if self._closed is None:
                 self._closed = EngineClosedError()
@@ -338,12 +344,12 @@ class Scheduler:
         if threading.current_thread() is not self._worker:
             self._worker.join()
             self._trim.busy()
-            # a reference to a request, a stream or a metric does not keep weights alive
+            # so that a reference to a request, a stream or a metric does not keep weights alive
             self._assembly, self._own = Assembly(()), None
 
     @property
     def failure(self) -> EngineClosedError | None:
-        """The reason why the engine stopped without being closed: the worker or a lane broke."""
+        """The reason why the engine stopped without being closed: the worker or a lane failed."""
         if self._failure is None:
             faults = [fault for lane in self._assembly.lanes if (fault := lane.fault) and fault.is_fatal]
             return _broken(faults[0].kind, faults[0].message) if faults else None
@@ -351,13 +357,13 @@ class Scheduler:
 
     @property
     def lost_members(self) -> tuple[str, ...]:
-        """Members whose lane is gone; answers continue without them."""
+        """Members whose lane has failed; answers continue without them."""
         lost = [lane for lane in self._assembly.lanes if lane.fault is not None]
         return tuple(info.name for lane in lost for info in lane.members)
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that run and that wait."""
+        """Numbers of requests that run, and that wait."""
         with self._changed:
             return len(self._running), len(self._queue)
 
@@ -385,7 +391,7 @@ class Scheduler:
             lane.close()
 
     def _await_work(self) -> bool:
-        """Sort out who runs; wait while there is nothing to do; False once the scheduler is closed."""
+        """End and admit requests, and wait while there is nothing to do; False once the scheduler is closed."""
         with self._changed:
             while self._closed is None:
                 self._remove_stopped()
@@ -402,6 +408,7 @@ class Scheduler:
         return True
 
     def _remove_stopped(self) -> None:
+        """End requests that were cancelled or whose timeout passed."""
         now = time.monotonic()
         for request in [*self._running.values(), *self._queue]:
             if request.over or not (request.cancelled or (request.deadline or now) < now):
@@ -409,7 +416,7 @@ class Scheduler:
             self._end(request, None if request.cancelled else RequestTimeoutError.of(request.session.text))
 
     def _admit(self) -> list[Request]:
-        """Admit queued requests, in order, within memory and `max_concurrent`."""
+        """Admit queued requests, in order, within the budget of memory and answers."""
         admitted: list[Request] = []
         while self._queue and self._budget.take(self._queue[0].needs, len(self._running)):
             request = self._queue.popleft()
@@ -420,26 +427,26 @@ class Scheduler:
         return admitted
 
     def _next_deadline(self) -> float:
-        """Seconds to the first deadline, of an answer or of a round; without one, as long as a lock may wait."""
+        """Seconds to the first deadline of an answer or of a round; the longest wait of a lock if there is none."""
         ends = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
         seconds = min(ends) - time.monotonic() if ends else threading.TIMEOUT_MAX
         return max(0.0, min(seconds, self._next_lateness()))
 
     def _next_lateness(self) -> float:
-        """Seconds to when the next member is late; without one, as long as a lock may wait."""
+        """Seconds until the next member is late; the longest wait of a lock if there is no deadline."""
         first = min((request.next_late()[1] for request in self._running.values()), default=math.inf)
         return min(first - time.monotonic(), threading.TIMEOUT_MAX)
 
     # ── between answers and lanes ────────────────────────────────────────────────────────────────
 
     def _take(self, results: Sequence[StageResult]) -> None:
-        """Enqueue stage results (thread-safe)."""
+        """Queue stage results; lanes call it from any thread."""
         with self._changed:
             self._arrived.extend(results)
             self._changed.notify_all()
 
     def _pass_on(self) -> None:
-        """Give answers what arrived; then every lane what they want next."""
+        """Give answers their results, then every lane the stages that answers request next."""
         while self._arrived:
             self._receive(self._arrived.popleft())
         self._go_on_without_late()
@@ -464,7 +471,7 @@ class Scheduler:
         if result.error is not None:
             request.faulty.add(result.member)
         if result.member in request.closing and not isinstance(result.value, Closed):
-            return  # it was late, and is not wanted any more
+            return  # it was late, and its result is no longer needed
         if result.member in request.asked:
             request.asked.remove(result.member)
             if result.error is None:
@@ -489,7 +496,7 @@ class Scheduler:
                 self._advance(request)
 
     def _advance(self, request: Request) -> None:
-        """Give an answer what its members found; note what it wants next."""
+        """Give an answer its members' results, and note the stages that it requests next."""
         work = request.work
         assert work is not None
         results, request.results = request.results, {}
@@ -523,7 +530,7 @@ class Scheduler:
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, request: Request) -> None:
-        """The session has let its caches go already."""
+        """End a request whose session has finished, and has closed its caches already."""
         request.over = True
         self._metrics.ended("finished")
         self._remove_if_free(request)
@@ -534,7 +541,7 @@ class Scheduler:
         self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None) -> None:
-        """End a request early and free its caches; `error` None: it was cancelled, without listeners."""
+        """End a request early and free its caches; `error` None: it was cancelled."""
         request.over = True
         if request.work is not None:
             request.work.close()
@@ -570,7 +577,7 @@ class Scheduler:
     def _send(self, request: Request, item: Event | Exception) -> None:
         try:
             request.deliver(item)
-        except Exception as error:  # a listener whose event loop is gone must not harm the others
+        except Exception as error:  # a listener without its event loop must not stop the others
             logger.debug("an abandoned request ended: %s", error)
             request.cancelled = True
 
@@ -585,14 +592,13 @@ def _broken(kind: str, message: str) -> EngineClosedError:
 
 
 OPENING_THREADS = 4
-"""Threads that read the prompts of asynchronous calls; encoding hardly runs in parallel, so more would gain nothing."""
+"""Threads that encode the prompts of asynchronous calls. Encoding hardly runs in parallel, so more gain nothing."""
 
 
 class PendingCall:
-    """A call before it enters the queue. Raises `RequestError` or `ConfigError` for errors found at once.
+    """A call before it enters the queue. Raises `RequestError` or `ConfigError` if its arguments are invalid.
 
-    `deadline`: the end of its timeout, by the monotonic clock. `texts`: texts for members to score instead of
-    answering.
+    `deadline`: the end of its timeout, by the monotonic clock. `texts`: texts that members score instead of answering.
     """
 
     def __init__(
@@ -617,7 +623,7 @@ class PendingCall:
         self.cancelled = False
 
     def start(self) -> Self:
-        """From now on the timeout runs."""
+        """Start the timeout; returns itself."""
         self.deadline = None if self._timeout is None else time.monotonic() + self._timeout
         return self
 
@@ -630,7 +636,7 @@ class PendingCall:
         if self.cancelled:
             raise EngineClosedError("the request was cancelled")
         if self.seconds_left == 0.0:
-            raise RequestTimeoutError("the timeout passed while the prompt was read", text="")
+            raise RequestTimeoutError("the timeout passed while the prompt was encoded", text="")
 
 
 class Submitter:
@@ -642,13 +648,15 @@ class Submitter:
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="specfuse-opening")
 
     def open(self, opening: PendingCall, deliver: Deliver) -> Request:
-        """The request in the queue. Raises `RequestError` for one that cannot be served, before any work."""
+        """Queue a call; returns its request. Raises `RequestError` before any model runs if it cannot be served."""
         self._scheduler.places.take(opening.seconds_left)
         return self._submit(opening, deliver)
 
     async def aopen(self, opening: PendingCall, deliver: Deliver) -> Request:
-        """`open` without blocking the event loop. A thread cannot be stopped: a cancelled call's request is closed
-        later."""
+        """`open` without blocking the event loop.
+
+        If the call is cancelled, the thread that encodes it continues. Its request is cancelled once it has ended.
+        """
         await self._scheduler.places.atake(opening.seconds_left)
         submit = partial(copy_context().run, self._submit, opening, deliver)
         try:
@@ -664,7 +672,7 @@ class Submitter:
             raise
 
     def check(self) -> None:
-        """Raises `EngineBusyError` where no place is free and none is waited for."""
+        """Raises `EngineBusyError` if no queue slot is free and `when_busy="raise"`."""
         self._scheduler.places.check()
 
     def cancel(self, request: Request) -> None:

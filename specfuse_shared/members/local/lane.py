@@ -1,16 +1,16 @@
 """Lanes: members of this process that share a device or cores run their stages in batched forward passes.
 
-A step is one forward pass of each member for all waiting stages: some answers draft, some verify, some read
-their prompt. With static execution a member drafts a whole segment in one run. Such drafts wait for verifications and
-commits, so that all answers draft together.
+A step is one forward pass of each member for all waiting stages: some answers draft, some verify, some prefill. With
+static execution a member drafts a whole segment in one run of steps. Such drafts wait for verifications and commits, so
+that all answers draft together.
 
 Members on one accelerator share a lane. Members on the CPU divide its cores: small steps gain little from more cores,
 because waking a thread costs as much as it saves. So each lane has its own cores and thread and waits for no other
 lane.
 
-Prompts are read in pieces, so that running answers keep at least half of their speed. A forward pass takes the time to
-read the weights, plus some for each prompt token. Pieces of prompts join the forward passes of running answers, or get
-their own once the running answers have paid for it.
+Prefill is chunked, so that running answers keep at least half of their speed. A forward pass takes the time to read the
+weights, plus some for each prompt token. A piece of a prompt joins the forward passes of running answers, or gets a
+separate pass once enough seconds are saved: each second that running answers take saves one for prompts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from specfuse_shared.runtime.packed_layout import PAGE
 def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:
     """Lanes of members, and the number of cores of each if the processor has several; None: no limit.
 
-    A core belongs to one lane. If there are more members than cores, some share a lane; large members get their own.
+    A core belongs to one lane. If there are more members than cores, some share a lane, preferably small ones.
     """
     lanes: dict[tuple[str, ...], list[InProcessMember]] = defaultdict(list)
     for member in members:
@@ -83,7 +83,7 @@ def use_cores(count: int) -> None:
     with _setting_cores:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
-        # that is also what threads made later would begin with, unless another thread says otherwise
+        # torch also makes it the default of threads that start later: another thread sets the default back
         setter = threading.Thread(target=torch.set_num_threads, args=(before,))
         setter.start()
         setter.join()
@@ -102,24 +102,24 @@ def _size(member: InProcessMember) -> int:
 
 
 PIECE_SECONDS = 0.3
-"""The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
+"""The usual limit of a forward pass for prompts alone: a timeout or a cancellation is noticed only after it."""
 _SHARE = 1.0
-"""Seconds for pieces of prompts per second for running answers: these keep half of the time."""
+"""Seconds that prompts get for each second of running answers, which so keep half of the time."""
 _WORTH = 4.0
-"""Where reading the weights takes long, a piece takes this many times as long: smaller ones would be dear."""
+"""If reading the weights takes long, a pass for prompts alone may take this many times as long: else it is wasteful."""
 _LEAST, _GRAIN = 64, 16
-"""Tokens of a piece that is worth its forward, also before any was timed; kernels are chosen by shape, so sizes are
-multiples."""
+"""Fewest tokens of a piece that is worth a forward pass, and the unit of its size: kernels are chosen by shape."""
 SHORT_PROMPT = 64
-"""Tokens of prompts that need not wait until answers that have begun have saved time for them."""
+"""Tokens of prompts that may join a forward pass of running answers without any saved seconds."""
 _NEWS, _SLOWER = 0.3, 0.05
-"""Weight of the newest forward in a mean; of one that took longer than the weights, for it did more than read them."""
+"""Weight of the newest forward pass in a running mean; and of one slower than the mean, which did more than read the
+weights."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """A member's measured speed: a forward pass takes `step` seconds, mostly to read the weights, plus `token` for each
-    prompt token. `last`: prompt tokens of the last forward pass with any."""
+    """A member's measured speed: a forward pass takes `step` seconds, mostly to read the weights, plus `token` seconds
+    for each prompt token. `last`: prompt tokens of the last forward pass that had any."""
 
     step: float = 0.0
     token: float = 0.0
@@ -135,23 +135,23 @@ class Pace:
             self.last = prompt_tokens
 
     def without_prompts(self, seconds: float, prompt_tokens: int) -> float:
-        """The estimated duration of such a forward pass without its prompt tokens."""
+        """The estimated duration of a forward pass without its prompt tokens."""
         return min(self.step, 0.9 * seconds) if prompt_tokens else seconds
 
     @property
     def longest(self) -> float:
-        """Seconds of the longest forward for prompts alone."""
+        """Maximum seconds of a forward pass for prompts alone."""
         return max(PIECE_SECONDS, _WORTH * self.step)
 
     @property
     def alone(self) -> int:
-        """Prompt tokens of a forward pass if no answer waits."""
+        """Prompt tokens of a forward pass while no running answer waits."""
         return max(_LEAST, self.tokens(self.longest - self.step))
 
     def tokens(self, seconds: float) -> int:
-        """Number of prompt tokens that would take this number of additional seconds.
+        """Number of prompt tokens that would make a forward pass longer by `seconds`.
 
-        It grows by a factor of two at most, because the measurement may be wrong.
+        At most twice the number of the last pass with a prompt, because the measurement may be wrong.
         """
         limit = min(PREFILL_CHUNK, 2 * max(self.last, _LEAST))
         if not self.token:
@@ -165,16 +165,16 @@ def _mean(before: float, new: float, weight: float = _NEWS) -> float:
 
 @dataclass(slots=True)
 class ReadingTime:
-    """Seconds that prompts may take from answers that have begun: `_SHARE` for each second of theirs."""
+    """Seconds that prompts may take from running answers. Each second for answers adds `_SHARE` to them (`saved`)."""
 
     saved: float = 0.0
 
     def pieces(self, pace: Pace, rides: bool, prompt_left: int) -> tuple[int, float]:
-        """Tokens of prompts in the next forward of a member, and the seconds that they may take.
+        """Prompt tokens of a member's next forward pass, and the seconds that they may take.
 
-        `rides`: the forward pass is for running answers anyway; otherwise it reads the weights for prompts alone.
-        `prompt_left`: tokens of the shortest prompt. A piece that is too small for its cost waits until it can be
-        larger.
+        `rides`: the pass runs for other answers anyway; otherwise it reads the weights for prompts alone.
+        `prompt_left`: unread tokens of the shortest prompt. A piece that is too small for its cost waits until it can
+        be larger.
         """
         seconds = self.saved + (_SHARE if rides else -1.0) * pace.step
         tokens = pace.tokens(min(seconds, pace.longest))
@@ -193,18 +193,18 @@ class ReadingTime:
 logger = logging.getLogger(__name__)
 
 _MOST_HELD = 2
-"""Number of forward passes that may precede waiting drafts."""
+"""Number of other forward passes for which drafts wait, at most."""
 _LINE_UP_SECONDS = 0.002
-"""Seconds that drafts wait for those of answers between two stages."""
+"""Seconds that drafts wait for answers between two stages, whose drafts could run with them."""
 _BETWEEN_SECONDS = 0.02
-"""Seconds that a piece of a prompt waits for answers between two stages."""
+"""Seconds that a piece of a prompt waits for answers between two stages, whose forward pass it could join."""
 _SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
-"""Smaller share of memory that other programs use, too: an Apple GPU uses main memory."""
+"""Share of free memory for caches, where other programs need memory too: an Apple GPU uses main memory."""
 _DEFAULT_SHARE = 0.9
 
 
 class _Running(StageWork[Value]):
-    """A stage on its way: the `request` for it, and the `session` that it belongs to."""
+    """A stage that has started: its `request`, and the `session` of its answer."""
 
     __slots__ = ("request", "session")
 
@@ -218,7 +218,8 @@ class _Running(StageWork[Value]):
 class _Timed:
     """A forward pass: number of answers, prompt tokens, and the watch that timed it.
 
-    `planned`: seconds for the prompts that were taken from the answers' time; None: no answer waited.
+    `answering`: it was not for prompts alone. `planned`: seconds of `ReadingTime` that were reserved for its prompts;
+    None: no running answer waited.
     """
 
     member: str
@@ -230,19 +231,21 @@ class _Timed:
 
 
 _MOST_ANSWERS_OF_PAGES = 256
-"""Answers of full length that pages are made for, at most."""
+"""Limit of a member's pages: enough for this number of answers of full context length."""
 _SHARE_OF_PAGES = 0.85
-"""Of the memory for answers; the rest is for logits."""
+"""Share of the memory for answers that becomes pages; the rest is for logits."""
 
 
 def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) -> None:
-    """Pages for the answers of paged members, as many tokens for each: of `cache_bytes`, or of what their device has
-    left."""
+    """Make the pages of members with paged execution, for the same number of tokens in each member.
+
+    They take a share of `cache_bytes`, or of the free memory of the device if that is None.
+    """
     paged = [member for member in members if isinstance(member, LocalMember) and member.runner.is_paged]
     for device, alike in groupby(paged, key=lambda member: next(iter(member.devices))):
         here = list(alike)
         for member in here:
-            member.runner.open_arena(2)  # what an earlier lane made is free then
+            member.runner.open_arena(2)  # frees the arena of an earlier lane
         reserved = sum(member.runner.reserve_bytes for member in here)
         room = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
         tokens = max(0, int(_SHARE_OF_PAGES * room)) // sum(member.bytes_per_token for member in here)
@@ -253,10 +256,11 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) ->
 
 
 class LocalLane:
-    """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
+    """Runs the stages of `members` when `step` is called, always by the same thread, each in its member's CUDA stream.
 
-    `cores`: number of cores for that thread; None: unchanged. `on_forward` is called after every forward pass, once
-    its device has finished. `cache_bytes`: for all answers, where caches are made at load; None: what is free.
+    `cores`: number of cores for that thread; None: unchanged. `on_forward` is called for every forward pass that its
+    device has finished. `cache_bytes`: bytes of caches that are allocated at load (paged execution); None: a share of
+    the free memory.
     """
 
     def __init__(
@@ -291,7 +295,7 @@ class LocalLane:
         return [member.info for member in self.local.values()]
 
     def memory(self) -> Mapping[str, int]:
-        """Free bytes of each device plus those in existing caches, minus a reserve."""
+        """Bytes for answers on each device: a share of the free bytes and existing caches, minus a reserve."""
         members = self.local.values()
         by_device: dict[str, float] = {}
         for member in members:
@@ -318,7 +322,7 @@ class LocalLane:
 
     @property
     def fault(self) -> Fault | None:
-        """None: an exception in it ends the thread that steps it."""
+        """Always None: an exception in `step` ends the calling thread instead."""
         return None
 
     def close(self) -> None:
@@ -332,19 +336,19 @@ class LocalLane:
             for session in sessions.values():
                 session.release()
             sessions.clear()
-            self.local[name].runner.stream.wait()  # nothing may still run over memory that others get now
+            self.local[name].runner.stream.wait()  # kernels must not run on memory that is freed here
             self.local[name].close()
         self._tell_times()
 
-    # ── its turn ─────────────────────────────────────────────────────────────────────────────────
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def wait_seconds(self) -> float | None:
-        """Seconds to wait before the next step, since a forward pass for many costs little more than one for few.
+        """Seconds to wait before the next step: a pass for many answers costs little more than one for few.
 
-        Answers between two stages, whose work may be in other lanes, are waited for if fewer than half are here, at
-        most as long as the last step took; prompts and drafts of whole segments wait briefly. None: there is nothing
-        to do.
+        Answers between two stages may return soon; members in other lanes may still work for them. If they are the
+        majority, the step waits for them, but not longer than the last step took. If they are fewer, only prompts and
+        drafts of whole segments wait, and briefly. None: there is nothing to do.
         """
         stages = [stage for waiting in self._waiting.values() for stage in waiting]
         here = {stage.request.answer for stage in stages} | {r.answer for queued in self._asked for r in queued}
@@ -364,7 +368,7 @@ class LocalLane:
     def step(self) -> None:
         """Start the requested stages. If results are ready, return them, else run a forward pass of every member.
 
-        A device computes while the host reads: results are read after all forward passes have been started.
+        All members' forward passes are launched before the first result is read, so that devices and host overlap.
         """
         with self._turn:
             self._step()
@@ -421,15 +425,15 @@ class LocalLane:
             counts = session.counts
             try:
                 session.release(op.remember)
-            except Exception as error:  # what it would have remembered only saves time
+            except Exception as error:  # a remembered prefix only saves time
                 logger.warning("member %s could not remember an answer: %s", request.member, error)
                 session.release()
         self._results.append(StageResult(request.answer, request.member, Closed(), counts))
 
     def _is_time_to_draft(self) -> bool:
-        """Whether this step runs the waiting drafts, or everything else.
+        """Whether this step runs the waiting drafts of whole segments, or everything else.
 
-        One forward pass precedes them for answers that read and verify, and another one for answers that commit.
+        Drafts wait for one other forward pass. They wait for a second one while answers verify or commit.
         """
         stages = [stage for waiting in self._waiting.values() for stage in waiting]
         not_drafts = [stage for stage in stages if not stage.is_draft]
@@ -444,7 +448,7 @@ class LocalLane:
         return True
 
     def _feed(self, name: str, drafts: bool) -> list[_Running]:
-        """One forward pass of a member for its waiting drafts or for everything else; returns the stages."""
+        """Run a member's forward pass for its waiting drafts, or for everything else; returns the stages in it."""
         waiting = [stage for stage in self._waiting[name] if stage.is_draft == drafts]
         answering, pace = any(not stage.is_reading for stage in waiting), self._paces[name]
         limit, planned = pace.alone, None
@@ -452,7 +456,7 @@ class LocalLane:
             reading = [stage.session.sequence for stage in waiting if stage.is_reading]
             prompt_left = min((sequence.prompt_to_read for sequence in reading), default=0)
             limit, planned = self._reading.pieces(pace, answering, prompt_left)
-        short = SHORT_PROMPT if answering else 0  # joins a forward pass that runs anyway
+        short = SHORT_PROMPT if answering else 0  # short prompts join a pass that runs anyway
         fed = share_prompt_tokens(waiting, limit, pace.tokens(pace.step), short)
         if not fed:
             return []
@@ -473,13 +477,13 @@ class LocalLane:
     def _is_beside(self, drafts: bool) -> bool:
         """Whether running answers wait for the forward passes of this step.
 
-        Drafts of whole segments do not: they have separate forward passes.
+        `drafts`: this step runs the drafts of whole segments. Otherwise those do not count: they run in other steps.
         """
         stages = [stage for waiting in self._waiting.values() for stage in waiting if stage.is_draft == drafts]
         return any(not stage.is_reading for stage in stages)
 
     def _tell_times(self) -> None:
-        """Report the forward passes that the devices have finished, in order."""
+        """Learn from the forward passes that the devices have finished, and report them, in order."""
         waiting = []
         for timed in self._timed:
             if (seconds := timed.watch.seconds) is None:
@@ -494,11 +498,11 @@ class LocalLane:
         self._timed = waiting
 
     def _stream(self, name: str) -> AbstractContextManager[Any]:
-        """Where the work of a member is queued."""
+        """A context in which the work of a member is queued on its stream."""
         return self.local[name].runner.stream.entered()
 
     def _settle(self, stage: _Running) -> None:
-        """Take the result of a finished stage; others stay."""
+        """If the stage is done, move its result to the results of this step."""
         if not stage.done:
             return
         request, fault = stage.request, None
@@ -510,20 +514,20 @@ class LocalLane:
         self._results.append(StageResult(request.answer, request.member, stage.value, stage.session.counts, fault))
 
     def _give(self) -> None:
-        """Give what was found, all at once."""
+        """Send the results of this step, all at once."""
         results, self._results = self._results, []
         if results:
             self._reply(results)
 
 
 class LaneThread:
-    """Runs the steps of `lane`, which belongs to this thread from now on."""
+    """A thread that runs the steps of `lane`. No other thread may step it."""
 
     def __init__(self, lane: LocalLane) -> None:
         self._lane = lane
         self._changed = threading.Condition()
         self._reply: Reply = ignore_results
-        self._open: set[tuple[int, str]] = set()  # answers that were not closed, by member
+        self._open: set[tuple[int, str]] = set()  # answers that are not closed, each with a member
         lane.reply_to(self._give)
         self._closed = False
         self._fault: Fault | None = None
@@ -561,7 +565,7 @@ class LaneThread:
         return self._fault
 
     def close(self) -> None:
-        """Wait for the thread's end: one that is still on its way when Python ends would take the process with it."""
+        """End the thread and wait for it: a thread in torch's code can crash Python while the process exits."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -587,7 +591,7 @@ class LaneThread:
         self._reply(results)
 
     def _die(self, error: BaseException) -> None:
-        """Fail pending requests when the thread ends for any reason."""
+        """Fail the requests of all open answers, because `error` ends the thread."""
         with self._changed:
             self._fault = fault = Fault.of(error, is_fatal=True)
             unanswered, self._open = self._open, set()

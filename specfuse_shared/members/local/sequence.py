@@ -1,15 +1,15 @@
-"""A member's cached sequence of one answer: a committed trunk, and the tree of tokens tried in this round.
+"""A member's cached sequence of one answer: committed tokens (the trunk), and the tree of tokens tried in a round.
 
 `SequenceState` is a member's view of a model: read the prompt, compute next-token logits along branches,
-keep the winner. It knows ids, not text.
+keep the winner. It knows token ids, not text.
 
 Stages await forward requests; `feed_together` computes them.
 
-`RowSequence` is the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones). Each branch is fed
-on its own copy of a snapshot of the model's cache, so the model sees plain continuations only. This costs one forward
-pass a branch and copies of the cache, and is exact for every model that can `generate`.
-
 `TreeSequence` holds branches after one cached trunk; the branches of many answers share a forward pass.
+
+`RowSequence` is the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones). Each branch runs on
+a separate copy of a snapshot of the model's cache, so the model sees plain continuations only. This costs copies of the
+cache and a forward pass per branch, and is exact for every model that can `generate`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
 from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
 
 Place = tuple[TopTokens, int]
-"""The position of the argmax token after a node."""
+"""Where the argmax token after a node is: the argmax tokens of a forward pass, and the row there."""
 PREFILL_CHUNK = 1024
 """Maximum prompt tokens of one forward pass."""
 _ROW_BITS = 24
 
 
 class NodeLogits:
-    """The logits after the fed nodes of a tree, and the positions of their argmax tokens.
+    """The logits after the fed nodes of a tree, and the places of their argmax tokens.
 
-    Logits stay in the batch of their forward pass, and a node is a number: thousands of nodes a round would otherwise
-    be as many objects for the garbage collector.
+    Logits stay in the batch of their forward pass, and a node is a number. Thousands of objects in each round would
+    keep the garbage collector busy.
     """
 
     def __init__(self) -> None:
         self.places: dict[int, int] = {}
-        """Of every node that was fed: the number of its feed, and its row there."""
+        """For every fed node, in one number: its feed (a call of `add`), and its row there."""
         self._feeds: dict[int, tuple[Callable[[int], torch.Tensor], TopTokens | None, int]] = {}
         self._count = 0
 
@@ -61,8 +61,8 @@ class NodeLogits:
         likeliest: TopTokens | None = None,
         first: int = 0,
     ) -> None:
-        """One feed: `row` gives the logits (V) after each node; `likeliest` has their argmax tokens from row `first`
-        on."""
+        """Add a feed of nodes: `row(n)` gives the logits (V) after the n-th of them. `likeliest` has their argmax
+        tokens from row `first` on."""
         start = self._count << _ROW_BITS
         self.places.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._feeds[self._count] = row, likeliest, first
@@ -74,13 +74,13 @@ class NodeLogits:
         return self._feeds[feed][0](row)
 
     def likeliest(self, node: int) -> Place | None:
-        """Position of the argmax token after a node, if computed."""
+        """Place of the argmax token after a node, if computed."""
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
         _, argmax, first = self._feeds[feed]
         return None if argmax is None else (argmax, first + row)
 
     def moved(self, numbers: Mapping[int, int]) -> NodeLogits:
-        """What is known of the nodes that have a new number, by that."""
+        """The logits of the nodes in `numbers` (old number → new number), by their new numbers."""
         moved = NodeLogits()
         moved.places = {new: self.places[old] for old, new in numbers.items()}
         feeds = {place >> _ROW_BITS for place in moved.places.values()}
@@ -90,7 +90,7 @@ class NodeLogits:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """`count` tokens to choose and feed after `branch` in one run, without the host."""
+    """`count` tokens to choose after `branch` in one run. All but the last are fed, without waiting for the host."""
 
     branch: Branch
     count: int
@@ -100,7 +100,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The tokens of a draft, still on the device: column `column` of the run that fed it."""
+    """The tokens of a draft, still on the device: column `column` of its run."""
 
     run: DraftRun
     column: int
@@ -108,7 +108,7 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Branches to judge after they are fed, and the stop ids of branches that end.
+    """Branches whose log-probabilities are wanted, each with its stop ids if the turn ends after it.
 
     `top`: number of most probable alternatives for each token.
     """
@@ -119,10 +119,10 @@ class LogprobRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """A forward request: the next `prompt` tokens of its prompt, branches, or a draft.
+    """Tokens that a sequence wants to feed: the next `prompt` tokens of its prompt, branches, or a draft.
 
-    `guesses` are added if anything else has to be fed. The result is `ChosenTokens` for a draft; with `logprobs` a
-    `PendingLogprobs`; else the logits (V) after the last branch, or None after a piece of the prompt.
+    `guesses` are added if anything else has to be fed. The result is `ChosenTokens` for a draft, and `PendingLogprobs`
+    with `logprobs`. Otherwise it is the logits (V) after the last branch, or None after a piece of the prompt.
     """
 
     sequence: SequenceState
@@ -142,14 +142,14 @@ ForwardResult = torch.Tensor | PendingLogprobs | ChosenTokens | None
 class SequenceState(ABC):
     """The state of one answer in one model.
 
-    `prompt` is frozen, and `prompt_remaining` counts its tokens that are not in the cache yet; `answer` are the
-    committed answer ids; between rounds the cache holds `prompt + answer`, and after it `spare` tokens that may
-    come next. `computed_tokens` counts tokens that went through the model after the prompt, in `forwards` forward
-    passes; `read_tokens` those in the prompt.
+    `prompt`: its ids, later also the reasoning's; `prompt_remaining` counts those that are not in the cache yet.
+    `answer`: the committed answer ids. Between rounds the cache holds `prompt + answer`, and after it tokens that may
+    come next (`TreeSequence.spare`). `computed_tokens` counts tokens that went through the model after the
+    prompt, in `forwards` passes; `read_tokens` counts tokens of the prompt that did.
     """
 
     copies_prompts = False
-    """Whether it takes over what other answers of the model have read of a prompt that begins like its own."""
+    """Whether it copies a prefix of its prompt from other answers of the model that have read it."""
 
     def __init__(self, runner: Reclaimable, keeps_speculative: bool = False) -> None:
         self.runner = runner
@@ -159,7 +159,7 @@ class SequenceState(ABC):
         self.answer: tuple[int, ...] = ()
         self.computed_tokens = self.forwards = self.read_tokens = 0
         self.is_sound = True
-        """False after a fault: nothing of it is copied or remembered."""
+        """False after a fault. Then its cache is neither copied nor remembered."""
         self._common = weakref.WeakKeyDictionary[SequenceState, int]()
         self._end: torch.Tensor | None = None
         self._end_place: Place | None = None
@@ -177,11 +177,11 @@ class SequenceState(ABC):
             self.run(ForwardRequest(self, prompt=min(self.prompt_remaining, PREFILL_CHUNK)))
 
     def extend(self, branches: Sequence[Branch]) -> None:
-        """Make the next-token logits known after every token of each branch, feeding only what is new."""
+        """Compute the next-token logits after every token of each branch; only new tokens are fed."""
         self.run(ForwardRequest(self, tuple(branches)))
 
     def needs(self, request: ForwardRequest) -> bool:
-        """Whether the request holds anything that the model has not seen."""
+        """Whether the request needs a forward pass: the model has not seen all of its tokens."""
         if request.draft is not None:
             return True
         if request.prompt:
@@ -198,14 +198,14 @@ class SequenceState(ABC):
         return False
 
     def knows(self, branch: Branch) -> int:
-        """How many of the branch's tokens, from its first on, went through the model."""
+        """Number of the branch's first tokens that went through the model."""
         path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._behind(branch))
         count = next((n for n, node in enumerate(path) if node not in self._logits.places), len(path))
         return max(0, count - (branch.base < len(self.answer)))
 
     @property
     def room(self) -> int:
-        """Tokens for which there is a place without taking more memory; 0 where only what has to be fed can be."""
+        """Tokens that fit into the cache without more memory; 0 if no guesses should be fed."""
         return 0
 
     def logits(self, branch: Branch) -> torch.Tensor:
@@ -227,35 +227,35 @@ class SequenceState(ABC):
         return self.judge(LogprobRequest([(branch, stop_ids)])).read()[0]
 
     def judge(self, request: LogprobRequest) -> PendingLogprobs:
-        """Let the device find the log p of branches that were extended, without waiting for it."""
+        """Start the computation of the log p of branches that were extended, without waiting for the device."""
         pending = self.judgement(request)
         PendingLogprobs.together([pending])
         return pending
 
     def judgement(self, request: LogprobRequest) -> PendingLogprobs:
-        """The same, but for `PendingLogprobs.together` to start."""
+        """Like `judge`, but not started: `PendingLogprobs.together` starts many at once."""
         lines = [TokenRow(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
         return PendingLogprobs(lines, self._logits_row, request.top)
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether it takes feeds that draft; else tokens are chosen one by one."""
+        """Whether the device can draft several tokens in one run; otherwise the host chooses one token at a time."""
         return False
 
     def may_draft_ahead(self, branch: Branch) -> bool:
-        """Whether it can start a draft that continues this branch now."""
+        """Whether such a run can continue this branch now."""
         return False
 
-    def draft_after(self, branch: Branch) -> None:  # noqa: B027 nothing is in the way where tokens come one by one
+    def draft_after(self, branch: Branch) -> None:  # noqa: B027 only drafts in one run need this
         """Drop nodes that would prevent a draft after this branch."""
 
     def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
-        """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
+        """Tokens of a draft that has run, up to the end of the turn, and whether it ended; waits for the device."""
         raise NotImplementedError
 
     def commit(self, branch: Branch) -> None:
         """The branch becomes the trunk; every other branch is dropped."""
-        self.extend([branch])  # feeds nothing where the caller saw to it
+        self.extend([branch])  # usually feeds nothing: the caller has done it
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
         self._end_place = self._logits.likeliest(path[-1]) if path else self._end_place
@@ -264,13 +264,13 @@ class SequenceState(ABC):
         self._forget_tree()
 
     def begin_answer(self) -> None:
-        """Move the committed ids into the prompt: reasoning that precedes the answer."""
+        """Make the committed ids part of the prompt: they are reasoning, which precedes the answer."""
         self.prompt, self.answer = self.prompt + self.answer, ()
-        self._paths.clear()  # branches count from the answer's beginning
+        self._paths.clear()  # their keys count from the beginning of the answer
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:
-        """Set the prompt; a prefix known from earlier answers is not read again."""
+        """Set the prompt. A prefix in the cache of another answer will not be read again."""
 
     @abstractmethod
     def release(self, remember: bool = False) -> None:
@@ -291,7 +291,7 @@ class SequenceState(ABC):
 
     @property
     def prompt_to_read(self) -> int:
-        """Tokens of the prompt that will have to go through the model: those that no answer has read for it."""
+        """Tokens of the prompt that still have to go through the model, because no other answer has read them."""
         own_read = read = len(self.prompt) - self.prompt_remaining
         for reader, common in self._common.items():
             read = max(read, min(common, len(reader.prompt) - reader.prompt_remaining))
@@ -302,13 +302,13 @@ class SequenceState(ABC):
         """Feed the new tokens of a request, in separate forward passes."""
 
     def run_together(self, requests: Sequence[ForwardRequest]) -> None:
-        """The same for many sequences of one model, where they are of this kind."""
+        """`run` for requests of many sequences of this kind and of one model."""
         for request in requests:
             request.sequence.run(request)
 
     @abstractmethod
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
-        """Make the cache hold the trunk up to `branch.base` and then `nodes`."""
+        """Keep the trunk up to `branch.base` and then `nodes` in the cache, and drop the rest."""
 
     def _path(self, branch: Branch) -> Sequence[int]:
         """The branch's nodes."""
@@ -319,14 +319,16 @@ class SequenceState(ABC):
             before = self._paths.get((base, tokens[:-1])) if len(tail) > 1 else None
             if before is None:
                 nodes = self._tree.path(trunk, tail)
-            else:  # drafts and guesses grow by one token after the other
+            else:  # drafts and guesses grow by one token at a time
                 nodes = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
             self._paths[key] = nodes
         return nodes
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
-        """The branch as tokens after a part of the trunk; at an inner position, preceded by a copy of the previous
-        token."""
+        """The branch as (committed tokens that it sees, tokens to feed after them).
+
+        If it begins within the answer, the committed token before it is fed again as its first token.
+        """
         trunk = len(self.prompt) + branch.base
         if branch.base == len(self.answer):
             return trunk, branch.tokens
@@ -340,7 +342,7 @@ class SequenceState(ABC):
         return self._logits.row(node)
 
     def _line(self, branch: Branch, ends: bool) -> Sequence[int]:
-        """The nodes whose logits judge the branch's tokens, and the next token if it `ends`."""
+        """The nodes whose logits predict the branch's tokens, and the token after them if it `ends`."""
         if not branch.tokens and not ends:
             return []
         path = self._path(branch)
@@ -380,7 +382,8 @@ class TreeSequence(SequenceState):
 
     @property
     def cached(self) -> tuple[Row, tuple[int, ...]] | None:
-        """Its row and the committed ids in it; None if there are none, or only a longer text's."""
+        """Its row and the committed ids in it. None if there are none, or if they cannot be copied: after a fault, or
+        with the long set of a longrope model."""
         row = self._row
         if row is None or not row.used or row.reach or not self.is_sound:
             return None
@@ -390,7 +393,7 @@ class TreeSequence(SequenceState):
         feed_together([request])
 
     def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
-        """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
+        """The tokens to feed and their nodes (no nodes for a piece of the prompt); None if nothing has to be fed."""
         row = self._row if self._row and self._row.used else self._started()
         if request.prompt:
             self._catch_up(row)
@@ -412,8 +415,10 @@ class TreeSequence(SequenceState):
         return ForwardInput(row, tokens, visible, positions, logit_count=len(nodes)), nodes
 
     def _started(self) -> Row:
-        """A row with the known prefix of the prompt (read with the short set); out-of-memory errors are handled
-        here."""
+        """The row of the answer, marked if its text needs the long set of a longrope model.
+
+        It is made for the first forward pass, not in `begin`, because that is where out-of-memory errors are handled.
+        """
         assert self._is_open, "the sequence was released"
         if self._row is None:
             self._row = self.runner.pool.row(len(self.prompt) + TREE_CAPACITY)
@@ -422,12 +427,15 @@ class TreeSequence(SequenceState):
         return self._row
 
     def _catch_up(self, row: Row) -> None:
-        """Copy what is known of the prompt beyond what was read, from ended answers and from those that run."""
+        """Copy a longer prefix of the prompt from ended or running answers, if any has one."""
         if not row.reach:
             self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(row, self.prompt)
 
     def _read_again_if_long(self, row: Row) -> None:
-        """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
+        """Read a text again if it is about to outgrow the short set of a longrope model's frequencies.
+
+        The long set then applies to all its tokens.
+        """
         if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_CAPACITY):
             return
         row.used, ids = 0, self.prompt + self.answer
@@ -436,9 +444,9 @@ class TreeSequence(SequenceState):
             self._end, self._end_place = rows[-1], None
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
-        """Logits (nodes, V) of the fed tokens; the last prompt token's logits become the trunk's end.
+        """Store the logits (nodes, V) of the fed tokens. After the last prompt token they are the trunk's.
 
-        `likeliest`: the argmax tokens of the batch; this sequence's begin at `first`.
+        `likeliest`: the argmax tokens of the batch, in which this sequence begins at row `first`.
         """
         if nodes:
             self._logits.add(nodes, rows.__getitem__, likeliest, first)
@@ -465,7 +473,7 @@ class TreeSequence(SequenceState):
 
     @property
     def spare(self) -> int:
-        """Tokens in the cache after the committed ones."""
+        """Number of tokens in the cache after the committed tokens."""
         return self._row.used - self.length if self._row is not None else 0
 
     def commit(self, branch: Branch) -> None:
@@ -481,7 +489,7 @@ class TreeSequence(SequenceState):
         self._plant(tree, logits, last, below)
 
     def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
-        """Take over the nodes `below` the `root` of an earlier tree, after the trunk."""
+        """Move the nodes `below` the `root` of an earlier tree to the new tree, right after the trunk."""
         assert self._row is not None
         slots = [slot for n in below if (slot := tree.slots[n]) is not None]
         self._row.keep(self.length, slots)
@@ -527,7 +535,7 @@ class TreeSequence(SequenceState):
         self._fed_nodes += nodes
 
     def _visible(self, nodes: Sequence[int]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
+        """The slots (K) that each new node (Q) sees, and the position of each slot. New nodes have the last Q slots."""
         tree, fed = self._tree, [*self._fed_nodes, *nodes]
         slots = self.length + len(fed)
         visible = np.zeros((len(nodes), slots), dtype=bool)
@@ -555,8 +563,11 @@ class TreeSequence(SequenceState):
 
 
 def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
-    """Run the requests of sequences of one model: packed ones in one forward pass, drafts in one run, row sequences
-    one by one. Returns the results in order; the device may still be computing them."""
+    """Run the requests of sequences of one model, and return their results in order.
+
+    Tree sequences share a forward pass, their drafts share a run, and row sequences run one by one. The device may
+    still be computing the results.
+    """
     inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
     by_rows = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
@@ -596,7 +607,7 @@ def _result(request: ForwardRequest) -> ForwardResult:
 
 
 def new_sequence(runner: ModelRunner, keeps_speculative: bool = False) -> SequenceState:
-    """A sequence for one answer, of the kind that the model supports; `keeps_speculative` where a cache can."""
+    """A sequence for one answer, of the kind that the model supports; only a tree can be `keeps_speculative`."""
     return TreeSequence(runner, keeps_speculative) if runner.plan else RowSequence(runner)
 
 
@@ -613,7 +624,10 @@ class _Snapshot:
 
 
 class RowSequence(SequenceState):
-    """One snapshot of the prompt, one of the previous trunk and one of the trunk; branches run on copies."""
+    """Snapshots of the cache: of the prompt but its last token, of the previous trunk and of the trunk.
+
+    Branches run on copies of them.
+    """
 
     runner: ModelRunner
 
@@ -638,7 +652,10 @@ class RowSequence(SequenceState):
             self._feed([self._path(branch) for branch in request.branches])
 
     def _read_prompt(self) -> torch.Tensor:
-        """Logits (V) after the prompt. Its last token is fed separately, so that a snapshot precedes every parent."""
+        """Logits (V) after the prompt. Its last token is fed separately, after a snapshot.
+
+        A branch that replaces the whole answer feeds that token again, and starts from this snapshot.
+        """
         if len(self.prompt) == 1:
             logits, cache = self.runner.new_cache(self.prompt)
             self._snapshots = [_Snapshot(cache, 1)]
@@ -667,7 +684,7 @@ class RowSequence(SequenceState):
             self.forwards += 1
 
     def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
-        """The state to continue: the run that drafted this path so far, or a copy of the nearest snapshot."""
+        """The state to continue (the run of the path so far, or a copy of the nearest snapshot), and nodes to feed."""
         before = self._runs.pop(tuple(path[:-1]), None) if len(path) > 1 else None
         if before is not None:
             return before, [path[-1]]
@@ -685,7 +702,7 @@ class RowSequence(SequenceState):
             self._rerun(branch)
 
     def _rerun(self, branch: Branch) -> None:
-        """Feed a branch whose own state was carried on by a longer draft."""
+        """Feed a branch again whose state was continued by a longer draft."""
         for node in self._path(branch):
             self._logits.places.pop(node, None)
         self._feed([self._path(branch)])

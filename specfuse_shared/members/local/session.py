@@ -1,8 +1,9 @@
 """One answer of a member of this process: its stages request forward passes, which many answers share.
 
-Speculation guesses a member's next tokens from the existing text and measures their acceptance rate. Guesses go through
-the model together with required tokens. A member still chooses its own tokens; if they equal the guess, their logits
-are already known. So guesses change the work and nothing else. This module uses ids, no text.
+Speculation guesses a member's next tokens from the existing text, and measures how often guesses are right. Guessed
+tokens go through the model together with required tokens. A member still chooses its own tokens. If these equal the
+guess, the logits after them are already known. So guesses save forward passes and change no token. This module handles
+token ids, no text.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from specfuse_shared.members.local.member import InProcessMember
 
 MOST_GUESSED = 24
-"""Tokens of one guess."""
+"""Maximum tokens of one guess."""
 TOKEN_COST = 0.06
 """The cost of one more token, as a share of a forward pass with one token."""
 _GRAMS = (4, 3, 2)
-"""Numbers of equal last tokens to look up, the longest first."""
+"""Sizes of the n-grams to look up, the longest first."""
 GuessKind = int | str
 OWN, TOLD = "own", "told"
-"""Sources of guesses that are not looked up: the member's own earlier draft, and another member's draft."""
+"""Sources of guesses other than prompt lookup: the member's own earlier draft, and another member's draft."""
 _PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
-"""Prior acceptance rate of a guess: by the number of equal tokens before it, or by its source."""
+"""Prior acceptance rate of a guess: by the size of the n-gram that matched, or by the source."""
 _PRIOR_WEIGHT, _MEMORY = 4.0, 0.95
 
 
@@ -54,7 +55,7 @@ class PromptLookup:
 
     def __init__(self) -> None:
         self._ids = ""
-        """A character for each, by its number: among those Python finds a row of them many at a time."""
+        """One character per token id: `str.rfind` finds an n-gram faster than a loop over a list."""
 
     @property
     def size(self) -> int:
@@ -62,12 +63,12 @@ class PromptLookup:
         return len(self._ids)
 
     def read(self, ids: Sequence[int], start: int) -> None:
-        """From place `start` on, the sequence is `ids` now."""
+        """Replace the sequence from position `start` on by `ids`."""
         self._ids = self._ids[:start] + _characters(ids)
 
     def find(self, last: Sequence[int], limit: int) -> tuple[Sequence[int], int]:
-        """The continuation of an earlier occurrence of `last`, at most `most` tokens, and the number of equal
-        tokens."""
+        """Tokens after the latest earlier occurrence of the end of `last`, at most `limit`, and the size of the n-gram
+        that matched; no tokens and 0 if none did."""
         for n in _GRAMS:
             gram = _characters(last[-n:])
             if len(gram) == n and (at := self._ids.rfind(gram, 0, -1)) >= 0:
@@ -81,7 +82,7 @@ def _characters(ids: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class Record:
-    """How often guesses of a kind came true, the last ones counting most."""
+    """The acceptance rate of guesses of a kind, as a mean in which older guesses weigh less."""
 
     rate: float
     weight: float = _PRIOR_WEIGHT
@@ -93,19 +94,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may come next, and the kind of each."""
+    """Tokens that may come next, and the source of each guess."""
 
     tokens: tuple[int, ...]
     kinds: tuple[GuessKind, ...]
 
     def first(self, count: int) -> Guess:
-        """The first `count` of them."""
+        """Its first `count` tokens."""
         return self if count >= len(self.tokens) else Guess(self.tokens[:count], self.kinds[:count])
 
 
 @dataclass(slots=True)
 class _Fed:
-    """A guess that went through the model: the tokens from `first` on; those before `next` were looked at."""
+    """A guess that went through the model: the tokens of `branch` from `first` on; those before `next` are judged."""
 
     branch: Branch
     kinds: Sequence[GuessKind]
@@ -117,7 +118,7 @@ class _Fed:
 class Guesses:
     """The guesses of one answer of one member.
 
-    `barred`: ids that it never says. `guessed` tokens went through the model; `accepted` of them were chosen.
+    `barred`: ids that are never guessed. `guessed` tokens went through the model; `accepted` of them were chosen.
     """
 
     barred: Container[int]
@@ -129,7 +130,7 @@ class Guesses:
     _fed: list[_Fed] = field(default_factory=list)
 
     def read(self, ids: Sequence[int], start: int) -> None:
-        """From place `start` on, prompt and committed answer are `ids` now."""
+        """Replace the prompt and the committed answer from position `start` on by `ids`."""
         self._lookup.read(ids, start)
 
     @property
@@ -137,15 +138,15 @@ class Guesses:
         return self._lookup.size > 0
 
     def expect(self, branch: Branch, kind: GuessKind) -> None:
-        """Add a possible continuation of the answer."""
+        """Add a branch that the answer may continue with."""
         if branch.tokens and self._expected.get(branch) != OWN:
             self._expected[branch] = kind
 
     def behind(self, before: Sequence[int], branch: Branch, room: int, cost: float, share: float = 1.0) -> Guess:
-        """A guess for the branch, which follows the ids `before`: as many tokens as pay, at most `room`.
+        """A guess of at most `room` tokens after the branch. The ids `before` precede the branch.
 
-        A guess ends where the acceptance rate falls below `cost`. `share`: the probability that the branch is
-        needed at all.
+        A guess ends where the probability of all its tokens together falls below `cost`. `share`: the probability that
+        the branch is needed at all.
         """
         limit, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
@@ -170,7 +171,7 @@ class Guesses:
         chance: float,
         cost: float,
     ) -> float:
-        """Take of `ids` what pays; how likely it is that all of that comes."""
+        """Append tokens of `ids` while they are worth their cost; returns the probability of all tokens so far."""
         for token in ids:
             chance *= self.records[kind].rate
             if chance < cost or token in self.barred:
@@ -180,7 +181,7 @@ class Guesses:
         return chance
 
     def feed(self, branch: Branch, guess: Guess, scored: int) -> Branch:
-        """The branch extended by a guess; its first `known` tokens have already been fed."""
+        """The branch extended by a guess. The first `scored` tokens of the guess went through the model before."""
         whole = Branch(branch.base, branch.tokens + guess.tokens)
         first = len(branch.tokens) + scored
         self.guessed += len(guess.tokens) - scored
@@ -188,7 +189,7 @@ class Guesses:
         return whole
 
     def observe(self, answer: Sequence[int], ids: Sequence[int], token: int) -> None:
-        """`token` was chosen after the committed `answer` and `ids`."""
+        """Compare the guesses with `token`, which was chosen after the committed `answer` and `ids`."""
         for fed in self._fed:
             base, tokens = fed.branch.base, fed.branch.tokens
             if len(answer) + len(ids) - base != fed.next or fed.next >= len(tokens):
@@ -200,7 +201,7 @@ class Guesses:
                 fed.next = fed.next + 1 if came_true else len(tokens)
 
     def commit(self, branch: Branch, answer: Sequence[int]) -> None:
-        """The branch was committed, and the answer is `answer` now; guesses that continue it may still be right."""
+        """Keep the guesses that continue the committed branch, after which the answer is `answer`."""
         size = len(branch.tokens)
         going_on = {e: kind for e, kind in self._expected.items() if _begins(e, branch)}
         self._expected = {Branch(len(answer), e.tokens[size:]): kind for e, kind in going_on.items()}
@@ -220,11 +221,11 @@ def _follows(branch: Branch, answer: Sequence[int]) -> bool:
 
 
 _BEFORE = 8
-"""Number of tokens before a guess that may predict it."""
+"""Number of tokens before a branch that prompt lookup gets."""
 
 
 class LocalSession(Session[SequenceState]):
-    """One answer of a member of this process: its sequence is in the cache.
+    """One answer of a member of this process, whose tokens are in the KV cache.
 
     If it `speculates`, guesses of the next tokens are fed together with required tokens; see
     `specfuse_shared.members.local.session`.
@@ -258,7 +259,7 @@ class LocalSession(Session[SequenceState]):
             await ForwardRequest(self.sequence, prompt=min(self.sequence.prompt_remaining, PREFILL_CHUNK))
 
     def _start(self, round_index: int) -> None:
-        if round_index == self._round and self._constraint is None:  # a longer draft begins like the one before
+        if round_index == self._round and self._constraint is None:  # a longer draft extends the previous one
             self.sequence.draft_after(self._draft)
         self._round = round_index
         self._sampler.start(round_index)
@@ -299,7 +300,10 @@ class LocalSession(Session[SequenceState]):
             self._guesses.read(branch.tokens, len(self.sequence.prompt) + branch.base)
 
     def _with_guesses(self, request: ForwardRequest, branches: Sequence[Branch]) -> ForwardRequest:
-        """The request plus guesses after these branches, one of which will probably be the next segment, if needed."""
+        """The request, with guesses after these branches if it needs a forward pass at all.
+
+        One of the branches will probably be the next segment.
+        """
         if self._guesses is None or not branches or not self.sequence.needs(request):
             return request
         room, fed = self.sequence.room - sum(len(branch.tokens) for branch in request.branches), []
@@ -318,20 +322,20 @@ class LocalSession(Session[SequenceState]):
         return self._guesses.behind(before, branch, room, self._member.guess_cost, share)
 
     def _fed_of(self, branch: Branch, guess: Guess) -> int:
-        """How many tokens of a guess went through the model before."""
+        """Number of a guess's tokens that went through the model before."""
         whole = Branch(branch.base, branch.tokens + guess.tokens)
         return max(0, self.sequence.knows(whole) - len(branch.tokens))
 
     def _wanted(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> DraftRequest:
-        """The next tokens after `ids`, at most `count` and all under one rule."""
+        """A request for the next tokens after `ids`, at most `count`, all with the same blocked ids."""
         min_left = max(0, min_tokens_left - len(ids))
         blocked = self._member.blocked(alone=alone, ends_held=min_left > 0)
         branch = Branch(len(self.sequence.answer), tuple(ids))
         return DraftRequest(branch, min(count, min_left or count), self._sampler, blocked)
 
     def _asked(self, draft: DraftRequest) -> ForwardRequest:
-        """The request for them: with a guess if there is one, else all tokens in one run if possible, else
-        the next token."""
+        """The forward request for a draft: with a guess if there is one, else for all tokens in one run if possible,
+        else for the next token."""
         branch = draft.branch
         plain = ForwardRequest(self.sequence, (branch,))
         if self._guesses is not None:
@@ -361,7 +365,7 @@ class LocalSession(Session[SequenceState]):
         return [token], False
 
     def _picked(self, draft: DraftRequest, logits: torch.Tensor) -> int:
-        """The token after the branch, from its logits (V) or from the argmax of its forward pass."""
+        """The token after the branch: the argmax of its forward pass if that is enough, else from its logits (V)."""
         if self._constraint is not None:
             logits = masked(logits, self._constraint.allowed())
         elif self._sampler.is_plain:
