@@ -1,6 +1,6 @@
 """Speed of the engine on the demo members: rounds, what speculation saves, and the time to the first words.
 
-    python benchmarks/engine.py speed [--tokens 64] [--repeats 3] [--json FILE]
+    python benchmarks/engine.py speed [--tokens 64] [--repeats 1] [--json FILE]
     python benchmarks/engine.py speculation --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five]
         [--json FILE]
     python benchmarks/engine.py first-words --data DIR [--rows N] [--tokens N] [--member PATH]…
@@ -15,7 +15,8 @@
 
 The engine's own number format, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every
 member works in every round and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are
-sampled with a seed: members that repeat the filler would agree, and rounds in which all agree verify nothing.
+sampled with a seed: members that repeat the filler would agree, and rounds in which all agree verify nothing. On
+stderr, each part says when it begins and how long it took. `--repeats 3` gives steadier figures for 1.
 
 `speculation`: forward passes of each member a token of the answer, and seconds, on ÷ off, in one run. Kinds of work:
 open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and code to be
@@ -37,7 +38,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -130,8 +132,8 @@ class Bench:
     def naive(self, size: int, rounds: int) -> Figure:
         messages, params = self.prompt(size), SamplingParams(max_tokens=500, ignore_eos=True)
         start = time.perf_counter()
-        list(islice(naive_rounds(self.engine.config, self.members, messages, params), rounds))
-        slow = time.perf_counter() - start
+        next(naive_rounds(self.engine.config, self.members, messages, params))
+        slow = rounds * (time.perf_counter() - start)  # a round reads 1 % more tokens than the last
         events = self.engine.stream(messages, params)
         start = time.perf_counter()
         list(islice(events, rounds + 1))
@@ -143,32 +145,52 @@ class Bench:
     def context(self, small: int, large: int) -> Figure:
         prompts = {size: self.prompt(size) for size in (small, large)}
         seconds: dict[int, list[float]] = {small: [], large: []}
-        for _ in range(self.repeats):
-            for size, messages in prompts.items():
-                seconds[size] += _round_seconds([self.answer(messages, 40, temperature=1.0)])
+        for size, messages in prompts.items():  # once: reading a long prompt takes long, and answers have many rounds
+            seconds[size] += _round_seconds([self.answer(messages, 60, temperature=1.0)])
         a, b = statistics.median(seconds[large]), statistics.median(seconds[small])
         return Figure(f"a round at {large} ÷ {small} tokens", a / b, 1.8, False, f"{a:.3f} s ÷ {b:.3f} s")
 
     def first(self, size: int) -> Figure:
-        results = [self.answer(self.prompt(size), 40, temperature=1.0) for _ in range(self.repeats)]
+        results = [self.answer(self.prompt(size), 40, temperature=1.0) for _ in range(max(3, self.repeats))]
         waits = [(r.first_segment_seconds or 0.0) - r.prefill_seconds for r in results]
         a, b = statistics.median(waits), statistics.median(_round_seconds(results))
         return Figure(f"first segment after prefill ÷ a round, {size}", a / b, 1.2, False, f"{a:.3f} s ÷ {b:.3f} s")
 
     def run(self) -> list[Figure]:
+        with part("first passes"):
+            self.warm_up()
+        parts: dict[str, Callable[[], Figure]] = {
+            "overhead, 64-token prompt": lambda: self.overhead(64, 0.75, speculates=True),
+            "overhead, 1000-token prompt": lambda: self.overhead(1000, 0.6, speculates=True),
+            "overhead, 64-token prompt, without speculation": lambda: self.overhead(64, 1.05, speculates=False),
+            "overhead, 1000-token prompt, without speculation": lambda: self.overhead(1000, 1.05, speculates=False),
+            "rounds at 256 and 4000 tokens": lambda: self.context(256, 4000),
+            "first segment": lambda: self.first(64),
+            "naive rounds": lambda: self.naive(1000, 2),
+        }
+        figures = []
+        for name, measure in parts.items():
+            with part(name):
+                figures.append(measure())
+        return figures
+
+    def warm_up(self) -> None:
         for speculates in (False, True):
             self.answer(self.prompt(64), 20, speculates=speculates)
         for member in self.members:
             self.generate(member, self.prompt(64), 4)
-        return [
-            self.overhead(64, 0.75, speculates=True),
-            self.overhead(1000, 0.6, speculates=True),
-            self.overhead(64, 1.05, speculates=False),
-            self.overhead(1000, 1.05, speculates=False),
-            self.context(256, 4000),
-            self.first(64),
-            self.naive(1000, 2),
-        ]
+
+
+BEGAN = time.monotonic()
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """Says on stderr which part begins, and how long it took."""
+    began = time.monotonic()
+    print(f"{began - BEGAN:5.0f} s  {name} …", file=sys.stderr, flush=True)
+    yield
+    print(f"{time.monotonic() - BEGAN:5.0f} s  {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
@@ -179,11 +201,13 @@ def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
 @app.command()
 def speed(
     tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
-    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 3,
+    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 1,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "engine.json",
 ) -> None:
     """Rounds, overhead and contexts, as ratios."""
-    report("engine, demo members", Bench(tokens, repeats).run(), out)
+    with part("loading the demo members"):
+        bench = Bench(tokens, repeats)
+    report("engine, demo members", bench.run(), out)
 
 
 # ── speculation ───────────────────────────────────────────────────────────────────────────────────

@@ -328,7 +328,7 @@ def test_a_real_answer_has_its_differences_as_json_if_rounds_are_kept(tiny_engin
     assert "fields" not in full
     assert ledger(result, "none") == {}
     names = set(result.members)
-    assert all({other["member"] for other in each["others"]} < names for each in full["differences"])
+    assert all({rival["member"] for rival in each["others"]} < names for each in full["differences"])
     assert tiny_engine.generate("Hello", SamplingParams(max_tokens=20), members=["chat"]).differences == ()
 
 
@@ -342,7 +342,7 @@ def test_a_real_value_has_its_agreement_by_field(tiny_engine: EnsembleEngine) ->
     assert any(each.others for each in result.fields)
     summary = ledger(result, "summary")
     assert (len(summary["fields"]), summary["fields_left_out"]) == (20, 5)
-    least = min(each.share for each in result.fields if each.share is not None)
-    assert least in [each["share"] for each in summary["fields"]]
+    smallest = min(each.share for each in result.fields if each.share is not None)
+    assert smallest in [each["share"] for each in summary["fields"]]
     cut = replace(result, text=result.text[:-30])
     assert 0 < len(cut.fields) < 25

@@ -45,7 +45,7 @@ def documented() -> Iterator[tuple[str, Callable[..., Any], str]]:
 
 
 FUNCTIONS = {name: (function, doc) for name, function, doc in documented()}
-EXAMPLES = {name: textwrap.dedent(found[1]) for name, (_, doc) in FUNCTIONS.items() if (found := BLOCK.search(doc))}
+EXAMPLES = {name: textwrap.dedent(block[1]) for name, (_, doc) in FUNCTIONS.items() if (block := BLOCK.search(doc))}
 
 
 def test_the_main_functions_have_examples() -> None:

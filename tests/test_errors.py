@@ -28,9 +28,9 @@ def tree(kind: type[SpecFuseError] = SpecFuseError) -> Iterator[type[SpecFuseErr
 
 
 def every_error() -> list[SpecFuseError]:
-    own = [kind for kind in tree() if kind.__module__ == errors.__name__]
+    ours = [kind for kind in tree() if kind.__module__ == errors.__name__]
     made = {type(error) for error in MADE}
-    return [*MADE, *(kind("what was wrong") for kind in own if kind not in made)]
+    return [*MADE, *(kind("what was wrong") for kind in ours if kind not in made)]
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)

@@ -84,12 +84,12 @@ def test_no_name_is_private_or_listed_twice() -> None:
 
 
 def test_every_class_that_a_public_signature_names_is_public() -> None:
-    known = [thing for thing in public().values() if inspect.isclass(thing)]
+    classes = [thing for thing in public().values() if inspect.isclass(thing)]
     hidden = {
         f"{name} shows {output.__module__}.{output.__qualname__}"
         for name, thing in public().items()
         for output in exposed(thing)
-        if output not in known
+        if output not in classes
     }
     assert not hidden
 

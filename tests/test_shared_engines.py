@@ -11,7 +11,7 @@ from llamaindex_specfuse import SpecFuseLLM
 
 def test_equal_models_share_one_engine_until_the_last_one_is_closed() -> None:
     chat = ChatSpecFuse(members="demo", max_tokens=31)
-    others = [
+    equal_models = [
         SpecFuseLLM(members="demo"),
         copy.copy(chat),
         copy.deepcopy(chat),
@@ -19,10 +19,10 @@ def test_equal_models_share_one_engine_until_the_last_one_is_closed() -> None:
         pickle.loads(pickle.dumps(chat)),
     ]
     engine = chat._resolve_engine()
-    assert all(model._resolve_engine() is engine for model in others)
+    assert all(model._resolve_engine() is engine for model in equal_models)
     chat.close()
     chat.close()
-    for model in others:
+    for model in equal_models:
         assert not engine.closed
         model.close()
     assert engine.closed
@@ -33,7 +33,7 @@ def test_equal_models_share_one_engine_until_the_last_one_is_closed() -> None:
 def test_other_members_or_another_vote_mean_another_engine() -> None:
     demo = ChatSpecFuse(members="demo")
     config = demo._ensemble()
-    other = ChatSpecFuse(config=type(config)(config.members, score="mean_prob"))
-    assert demo._resolve_engine() is not other._resolve_engine()
+    different = ChatSpecFuse(config=type(config)(config.members, score="mean_prob"))
+    assert demo._resolve_engine() is not different._resolve_engine()
     demo.close()
-    other.close()
+    different.close()

@@ -32,15 +32,17 @@ def test_a_round_feeds_no_more_than_its_candidates_its_guesses_and_four_tokens(
         for member in members:
             name, codec = member.name, member.codec
             before = codec.encode(answer)
-            others = 0
+            foreign_tokens = 0
             for candidate in record.candidates:
                 if name not in candidate.drafters:
                     ids = codec.encode(answer + candidate.text)
-                    others += len(ids) - common_length(tuple(before), tuple(ids))
+                    foreign_tokens += len(ids) - common_length(tuple(before), tuple(ids))
             spent = sides[name].session.counts.computed - fed[name]
             spent -= sides[name].session.counts.guessed - guessed[name]
-            own = sides[name].drafted - drafted[name]
-            assert spent <= own + others + 4, f"round {record.index}, {name}: {spent} fed for {own} + {others}"
+            own_tokens = sides[name].drafted - drafted[name]
+            assert spent <= own_tokens + foreign_tokens + 4, (
+                f"round {record.index}, {name}: {spent} fed for {own_tokens} + {foreign_tokens}"
+            )
     assert speculation == "auto" or not any(side.session.counts.guessed for side in sides.values())
 
 
@@ -51,10 +53,10 @@ def test_the_prompt_is_read_once(demo_engine: EnsembleEngine) -> None:
     def count(_: object, __: object, inputs: dict[str, object]) -> None:
         lengths.append(inputs["input_ids"].shape[1])  # type: ignore[attr-defined]
 
-    known = member.cache_use().reused_tokens
+    reused = member.cache_use().reused_tokens
     hook = member.runner.model.register_forward_pre_hook(count, with_kwargs=True)
     result = demo_engine.generate("Tell me a story about the sea and the moon.", SamplingParams(max_tokens=30))
     hook.remove()
     usage = result.usage.members[member.name]
-    assert lengths[0] == usage.prompt - (member.cache_use().reused_tokens - known)
+    assert lengths[0] == usage.prompt - (member.cache_use().reused_tokens - reused)
     assert sum(lengths[1:]) == usage.fed

@@ -58,11 +58,11 @@ def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tu
     for member in local_members(engine):
         plain = member.runner.step
 
-        def step(segments: Any, plain: Any = plain, own: Any = times[member.name]) -> Any:
+        def step(segments: Any, plain: Any = plain, intervals: Any = times[member.name]) -> Any:
             began = time.monotonic()
             time.sleep(seconds)
             result = plain(segments)
-            own.append((began, time.monotonic()))
+            intervals.append((began, time.monotonic()))
             return result
 
         member.runner.step = step  # type: ignore[method-assign]
@@ -162,9 +162,9 @@ def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
 
     def limited() -> None:
         use_cores(before + 1)
-        other = threading.Thread(target=lambda: results.append(torch.get_num_threads()))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=lambda: results.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
         results.append(torch.get_num_threads())
 
     thread = threading.Thread(target=limited)

@@ -35,9 +35,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given and made.nbytes >= LARGE:
+            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in inputs and made.nbytes >= LARGE:
                 self.count += 1
                 if self.count == self.failing:
                     raise torch.OutOfMemoryError("injected: out of memory")

@@ -98,23 +98,23 @@ def reported(result: EnsembleResult) -> tuple[object, ...]:
     return result.text, result.finish_reason, result.stop_sequence, [(r.winner, r.text) for r in result.rounds]
 
 
-def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[EnsembleResult]:
-    results = engine.generate_batch([text for text, _ in asked], [params for _, params in asked], **options)
+def answers(engine: EnsembleEngine, requests: Asked, **options: Any) -> list[EnsembleResult]:
+    results = engine.generate_batch([text for text, _ in requests], [params for _, params in requests], **options)
     assert all(isinstance(result, EnsembleResult) for result in results), results
     return results  # type: ignore[return-value]
 
 
 def assert_same_with_and_without(
-    config: EnsembleConfig, asked: Asked, over: EnsembleEngine | None = None, **options: Any
+    config: EnsembleConfig, requests: Asked, over: EnsembleEngine | None = None, **options: Any
 ) -> dict[str, MetricsSnapshot]:
     """The same answers, for no more forward passes; the metrics of both engines. `over`: the members that answer."""
     values, counted = {}, {}
     for speculation in ("off", "auto"):
         expected = replace(config, speculation=speculation)
         with EngineOver(over, expected) if over is not None else EnsembleEngine(expected) as engine:
-            values[speculation] = answers(engine, asked, **options)
+            values[speculation] = answers(engine, requests, **options)
             counted[speculation] = engine.metrics()
-    for (text, params), off, auto in zip(asked, values["off"], values["auto"], strict=True):
+    for (text, params), off, auto in zip(requests, values["off"], values["auto"], strict=True):
         assert reported(auto) == reported(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in values.values()]
     assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
@@ -144,11 +144,11 @@ def test_answers_are_the_same_with_and_without(
 @pytest.fixture(scope="module")
 def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> EnsembleConfig:
     """The three and two of other families, one with a tokenizer of another make."""
-    others = {
+    folders = {
         "four": save_model("gemma2", metaspace_tokenizer(), tmp_path_factory.mktemp("four"), seed=3),
         "five": save_model("gpt2", byte_level_tokenizer(), tmp_path_factory.mktemp("five"), seed=4),
     }
-    more = [MemberConfig(str(folder), name=name, dtype="float32") for name, folder in others.items()]
+    more = [MemberConfig(str(folder), name=name, dtype="float32") for name, folder in folders.items()]
     return replace(trio.config, members=[*trio.config.member_configs, *more])
 
 
@@ -169,13 +169,13 @@ def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: Ensem
 def test_answers_of_the_demo_are_the_same_with_and_without(exact_engine: EnsembleEngine, way: str) -> None:
     plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
-    others = [
+    bounded = [
         (REAL[0], SamplingParams(max_tokens=24, stop=["a", ","])),
         (REAL[1], SamplingParams(max_tokens=24, min_tokens=12)),
         ("Is the sky blue?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no", "perhaps"]))),
     ]
     config = EnsembleConfig(exact_engine.config.members, **WAYS[way])
-    assert_same_with_and_without(config, [*plain, *sampled, *others], exact_engine)
+    assert_same_with_and_without(config, [*plain, *sampled, *bounded], exact_engine)
     calls = [("Ring the bell twice.", SamplingParams(max_tokens=40))]
     assert_same_with_and_without(config, calls, exact_engine, tools=[TOOL], tool_choice="any")
 
@@ -213,19 +213,19 @@ def test_counters_include_guesses(trio: EnsembleEngine) -> None:
 @pytest.mark.slow
 def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one model, without looking anything up: the follower finds the leader's draft by one forward pass."""
-    monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
+    monkeypatch.setattr(PromptLookup, "find", lambda *args: ((), 0))
     # measured seconds would swap the lead between two that are equal
     monkeypatch.setattr(LeaderPolicy, "_steps", lambda lead, participants, names: dict.fromkeys(names, 1.0))
     one = demo_members(dtype="float32")[0]
     config = EnsembleConfig(
         [replace(one, name="one"), replace(one, name="again")], segment_tokens=8, first_segment_tokens=None
     )
-    asked = [(text, SamplingParams(max_tokens=24)) for text in REAL]
+    requests = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     forwards = {}
     with EnsembleEngine(config) as loaded:
         for speculation in ("off", "auto"):
             with EngineOver(loaded, replace(config, speculation=speculation)) as engine:
-                results = answers(engine, asked)
+                results = answers(engine, requests)
             forwards[speculation] = [sum(r.usage.members[name].forwards for r in results) for name in ("one", "again")]
     assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 

@@ -97,8 +97,8 @@ def test_reasoning_ends_where_the_member_ends_it(folders: tuple[str, str], execu
         prompt = member.encode_prompt([Message("user", QUESTION)])
         text = member.codec.decode(greedy(member, prompt, 40))
     marker = text[20:23]
-    given = replace(plain, thinking=("<think>", marker))
-    with EnsembleEngine(EnsembleConfig([given], execution=execution)) as engine:
+    thinker = replace(plain, thinking=("<think>", marker))
+    with EnsembleEngine(EnsembleConfig([thinker], execution=execution)) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=200))
         [member] = local_members(engine)
         used = result.usage.members["thinks"].thinking
@@ -134,8 +134,8 @@ def test_several_members_think_apart_and_answer_together(folders: tuple[str, str
             prompt = member.encode_prompt([Message("user", QUESTION)])
             after = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
             [draft] = [c for c in first.candidates if member.name in c.drafters]
-            own = member.codec.decode(greedy(member, after, draft.tokens))
-            assert own.startswith(draft.text), "a draft follows its member's own reasoning"
+            alone_text = member.codec.decode(greedy(member, after, draft.tokens))
+            assert alone_text.startswith(draft.text), "a draft follows its member's own reasoning"
     assert any(record.verified and {*record.candidates[0].scores} == {"one", "two"} for record in result.rounds)
     assert len({result.text, *(each.text for each in alone.values())}) > 1
     assert not any(thought in result.text for thought in result.thinking.values())

@@ -8,7 +8,7 @@ from specfuse_shared.report.html import number
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    ("value", "expected"),
     [
         (None, "–"),
         (0.0, "0.000"),
@@ -19,5 +19,5 @@ from specfuse_shared.report.html import number
         (3e-9, "3e-09"),
     ],
 )
-def test_a_small_score_is_not_shown_as_none(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+def test_a_small_score_is_not_shown_as_none(value: float | None, expected: str) -> None:
+    assert number(value) == expected

@@ -49,12 +49,12 @@ class Page(HTMLParser):
         for index in self._open:
             self.elements[index][2].append(data)
 
-    def texts(self, wanted: str) -> list[str]:
+    def texts(self, kind: str) -> list[str]:
         """Texts of the elements with this class or tag."""
         return [
             "".join(text)
             for tag, attrs, text in self.elements
-            if tag == wanted or wanted in (attrs.get("class") or "").split()
+            if tag == kind or kind in (attrs.get("class") or "").split()
         ]
 
     def attributes(self, name: str) -> list[str]:
@@ -182,15 +182,15 @@ def test_a_card_lists_the_winner_first_and_its_rivals_by_score() -> None:
 
 def test_a_card_says_which_candidate_repeats() -> None:
     result = explained(TIDES, ("alpha", "beta", "gamma"))
-    winner, rival, other = result.rounds[1].candidates
-    reported = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), other))
+    winner, rival, third = result.rounds[1].candidates
+    reported = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), third))
     before, card, after = cards(replace(result, rounds=(result.rounds[0], reported, *result.rounds[2:])))
     assert card.count("7 tokens, repeats what was said 0.000") == 1
     assert "repeats" not in before + after
 
 
 @pytest.mark.parametrize(
-    ("active", "drafters", "tokens", "said"),
+    ("active", "drafters", "tokens", "message"),
     [
         (("alpha", "beta"), ("alpha", "beta"), 5, "all 2 members agreed, no vote was needed"),
         (("alpha", "beta"), ("alpha", "beta"), 0, "forced by the grammar"),
@@ -199,11 +199,11 @@ def test_a_card_says_which_candidate_repeats() -> None:
     ],
 )
 def test_a_round_without_votes_gives_the_reason(
-    active: tuple[str, ...], drafters: tuple[str, ...], tokens: int, said: str
+    active: tuple[str, ...], drafters: tuple[str, ...], tokens: int, message: str
 ) -> None:
     record = unverified(round_of(1, 0, ("alpha", "Yes."), active), drafters, tokens)
     (card,) = cards(replace(explained([("alpha", "Yes.")]), rounds=(record,)))
-    assert said in card
+    assert message in card
     assert "judge →" not in card
     assert "Retention" not in card
 
@@ -306,7 +306,7 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "stop the answer was complete"),
         ({"finish_reason": FinishReason.LENGTH}, "length max_tokens or context reached"),
@@ -315,8 +315,8 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
         ({"seed": 7}, "3 verified, seed 7"),
     ],
 )
-def test_the_facts_say_how_the_answer_ended(changes: dict[str, object], said: str) -> None:
-    assert said in words(page(explained(TIDES, **changes)).texts("facts")[0])
+def test_the_facts_say_how_the_answer_ended(changes: dict[str, object], message: str) -> None:
+    assert message in words(page(explained(TIDES, **changes)).texts("facts")[0])
 
 
 # ── one file, one element ────────────────────────────────────────────────────────────────────────
@@ -347,8 +347,8 @@ def test_a_notebook_gets_one_element_whose_style_names_only_it() -> None:
 
 
 def test_reports_of_two_answers_keep_their_choices_apart() -> None:
-    one, other = (set(page(explained(TIDES, seed=seed)).attributes("name")) for seed in (1, 2))
-    assert one & other == {"viewport", "generator"}
+    one, second = (set(page(explained(TIDES, seed=seed)).attributes("name")) for seed in (1, 2))
+    assert one & second == {"viewport", "generator"}
 
 
 def test_the_types_need_no_template_engine_before_a_report() -> None:

@@ -62,8 +62,8 @@ def test_no_graph_outlives_another_whose_workspace_it_shares(
     pairs = [(opened(runner, n, size), opened(plain, n, size)) for n, size in enumerate(sizes)]
     for number in (0, 1, 2, 3, 0, 1, 2, 3, 2, 1, 0):
         for _ in range(4):
-            one, other = pairs[number]
-            assert drafted([one]) == drafted([other])
+            one, second = pairs[number]
+            assert drafted([one]) == drafted([second])
     assert not driver.freed
     assert driver.captures > 4, "some were captured again"
     assert runner.static is not None
@@ -80,7 +80,7 @@ def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
         assert drafted([first]) == drafted([first_plain])
     captures = driver.captures
     assert captures > 0
-    monkeypatch.setattr(static_runner, "_alike", lambda found, expected: False)
+    monkeypatch.setattr(static_runner, "_alike", lambda logits, expected: False)
     second, second_plain = opened(runner, 1, sizes[2]), opened(plain, 1, sizes[2])
     for _ in range(3):
         assert drafted([second]) == drafted([second_plain])
@@ -104,19 +104,19 @@ def test_a_step_that_is_over_holds_no_masks(driver: Driver, runner: ModelRunner)
 
 @torch.inference_mode()
 def test_out_of_memory_drops_caches_before_the_steps_of_a_member(driver: Driver, runner: ModelRunner) -> None:
-    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
-    share_memory([runner, other])
-    for each in (runner, other):
+    second = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    share_memory([runner, second])
+    for each in (runner, second):
         sequence = opened(each, 0)
         for _ in range(4):
             drafted([sequence])
         sequence.release()  # its block stays, empty
     assert runner.static is not None
-    assert other.static is not None
+    assert second.static is not None
     counts = []
-    while other.pool.reclaim_memory():
-        counts.append((runner.pool.memory_bytes, runner.static.graphs.count, other.static.graphs.count))
-    held = other.static.graphs
+    while second.pool.reclaim_memory():
+        counts.append((runner.pool.memory_bytes, runner.static.graphs.count, second.static.graphs.count))
+    held = second.static.graphs
     assert [graphs > 0 for graphs in (counts[0][1], counts[0][2])] == [True, True], "only blocks at first"
     assert counts[0][0] == 0
     assert [(a > 0, b > 0) for _, a, b in counts[1:]] == [(False, True), (False, False)]
@@ -194,8 +194,8 @@ def test_captures_that_always_fail_are_given_up(driver: Driver, runner: ModelRun
 def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
     driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
-    sequence = opened(other, 1)
+    second = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    sequence = opened(second, 1)
     for _ in range(4):
         drafted([sequence])
     freed: list[int] = []
@@ -203,7 +203,7 @@ def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
     def free(*_: Any) -> None:
         if driver.capturing and not freed:
             freed.append(driver.captures)
-            thread = threading.Thread(target=lambda: (other.free_spare(), other.drop_steps()))
+            thread = threading.Thread(target=lambda: (second.free_spare(), second.drop_steps()))
             thread.start()
             thread.join()
 

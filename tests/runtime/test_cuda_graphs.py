@@ -98,11 +98,11 @@ def test_members_of_one_lane_work_in_separate_streams(
     recorded: dict[int, set[Stream]] = {}
 
     def noted(cls: Any, name: str, pool_of: Any) -> None:
-        own = getattr(cls, name)
+        plainly = getattr(cls, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             recorded.setdefault(id(pool_of(self)), set()).add(driver.stream)
-            return own(self, *args, **kwargs)
+            return plainly(self, *args, **kwargs)
 
         monkeypatch.setattr(cls, name, call)
 
@@ -202,10 +202,10 @@ def test_a_kernel_on_another_stream_is_detected(driver: Driver, runner: ModelRun
     aside, layer = Stream(), runner.model.model.layers[1].mlp
     buffers: dict[torch.Size, torch.Tensor] = {}
 
-    def elsewhere(module: object, inputs: object, found: torch.Tensor) -> torch.Tensor:
+    def elsewhere(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(aside):
-            retained = buffers.setdefault(found.shape, torch.empty_like(found))
-            return torch.mul(found, 2, out=retained)
+            retained = buffers.setdefault(output.shape, torch.empty_like(output))
+            return torch.mul(output, 2, out=retained)
 
     hook = layer.register_forward_hook(elsewhere)
     try:
@@ -237,12 +237,12 @@ def test_few_shapes_are_captured_and_none_is_lost_when_answers_come_and_go(
         capacities = seen_capacities(engine)
         engine.generate_batch([question for question, _ in prompts], [params for _, params in prompts])
         reports = {report.graphs for report in engine.describe()}
-        most = 12 * sum(map(len, capacities.values()))
+        limit = 12 * sum(map(len, capacities.values()))
     assert reports == {"captured"}
     assert driver.replays > 50
     assert not driver.freed
     assert set(captures.values()) == {1}, "no shape is lost by growth and captured again"
-    assert len(captures) <= most
+    assert len(captures) <= limit
 
 
 def held_by(step: Any, kind: Any) -> Any:
@@ -259,11 +259,11 @@ def seen_capacities(engine: EnsembleEngine) -> dict[str, set[int]]:
     """The capacities of every row that a member gives from now on."""
     results: dict[str, set[int]] = {}
     for member in local_members(engine):
-        seen, row = results.setdefault(member.name, set()), member.runner.pool.row
+        sizes, row = results.setdefault(member.name, set()), member.runner.pool.row
 
-        def given(slots: int, seen: set[int] = seen, row: Any = row) -> Any:
+        def given(slots: int, sizes: set[int] = sizes, row: Any = row) -> Any:
             made = row(slots)
-            seen.add(made.block.capacity)
+            sizes.add(made.block.capacity)
             return made
 
         member.runner.pool.row = given  # type: ignore[method-assign]

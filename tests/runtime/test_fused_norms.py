@@ -86,8 +86,8 @@ def test_norms_whose_weights_come_and_go_stay() -> None:
 def test_the_scale_moves_with_the_model() -> None:
     model = model_of("gemma3_text")
     fuse_norms(model)
-    held = dict(model.named_buffers())
-    assert any(name.endswith("fused_scale") for name in held)
+    buffers = dict(model.named_buffers())
+    assert any(name.endswith("fused_scale") for name in buffers)
     assert not any(name.endswith("fused_scale") for name in model.state_dict())
     moved = copy.deepcopy(model).to("meta")
     assert all(b.device.type == "meta" for name, b in moved.named_buffers() if name.endswith("fused_scale"))

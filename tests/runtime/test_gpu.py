@@ -99,11 +99,11 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
     ids, logprobs = [], []
     for sequence, draft, chosen in zip(sequences, drafts, result, strict=True):
         assert isinstance(chosen, ChosenTokens)
-        own, _ = sequence.drafted(draft, chosen, ())
-        sequence.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])
-        logprobs += sequence.logprobs(Branch(0, tuple(own))) + sequence.logprobs(Branch(0, (own[0], 33)))
+        own_draft, _ = sequence.drafted(draft, chosen, ())
+        sequence.extend([Branch(0, tuple(own_draft)), Branch(0, (30, 31, 32)), Branch(0, (own_draft[0], 33))])
+        logprobs += sequence.logprobs(Branch(0, tuple(own_draft))) + sequence.logprobs(Branch(0, (own_draft[0], 33)))
         sequence.release()
-        ids += own
+        ids += own_draft
     return ids, logprobs
 
 
@@ -166,18 +166,18 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
 def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
     engine: EnsembleEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wait(module: object, inputs: object, found: Any) -> None:
-        found.logits.sum().item()
+    def wait(module: object, inputs: object, output: Any) -> None:
+        output.logits.sum().item()
 
     expected = engine.generate(MESSAGES, GREEDY).text
-    with EnsembleEngine(engine.config) as other:
-        for member in local_members(other):
+    with EnsembleEngine(engine.config) as second:
+        for member in local_members(second):
             member.runner.model.register_forward_hook(wait)
             member.runner.free_spare()
             member.runner.drop_steps()
         with caplog.at_level(logging.WARNING):
-            assert other.generate(MESSAGES, GREEDY).text == expected
-        assert all(report.graphs.startswith("eager: ") for report in other.describe())
+            assert second.generate(MESSAGES, GREEDY).text == expected
+        assert all(report.graphs.startswith("eager: ") for report in second.describe())
     assert "runs without CUDA graphs" in caplog.text
 
 

@@ -61,13 +61,13 @@ def test_an_answer_that_outgrows_the_limit_is_read_again(member: LocalMember) ->
     sequence.prefill(ids(LIMIT - 90, 3))
     compared.prefill(ids(30, 4))
     for number in range(12):
-        branch, other = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(compared.answer), (11, 12))
-        feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(compared, (other,))])
-        assert compared.logprobs(other) == pytest.approx(expected(member, compared, other), abs=2e-3)
+        branch, longer = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(compared.answer), (11, 12))
+        feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(compared, (longer,))])
+        assert compared.logprobs(longer) == pytest.approx(expected(member, compared, longer), abs=2e-3)
         if not LIMIT - 64 < sequence.length + 10 <= LIMIT:  # there the long set is used ahead of time
             assert sequence.logprobs(branch) == pytest.approx(expected(member, sequence, branch), abs=2e-3), number
         sequence.commit(branch)
-        compared.commit(other)
+        compared.commit(longer)
     assert sequence.length > LIMIT + 10
     sequence.release()
     compared.release()

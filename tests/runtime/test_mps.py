@@ -79,13 +79,13 @@ class _Gpu:
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     sources: list[weakref.ref[torch.Tensor]] = []
-    own = torch.Tensor.to
+    plainly = torch.Tensor.to
 
     def to(tensor: torch.Tensor, device: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(device, _Gpu):
             sources.append(weakref.ref(tensor))
             return torch.empty(tensor.shape)
-        return own(tensor, device, *args, **kwargs)
+        return plainly(tensor, device, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     return sources
@@ -105,9 +105,9 @@ def test_sources_of_copies_live_until_the_device_was_waited_for(
 
 
 def test_changes_after_an_upload_do_not_reach_the_copy(queued: list[weakref.ref[torch.Tensor]]) -> None:
-    given = np.arange(4)
-    sampler.upload(given, _Gpu())
-    given[:] = 7
+    numbers = np.arange(4)
+    sampler.upload(numbers, _Gpu())
+    numbers[:] = 7
     source = queued[0]()
     assert source is not None
     assert source.tolist() == [0, 1, 2, 3]
@@ -144,9 +144,9 @@ def test_a_prompt_in_smaller_pieces_is_read_as_a_whole(folder: Path, monkeypatch
     prompt = torch.randint(10, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     pieces: list[int] = []
 
-    def piece(wanted: int, used: int) -> int:
+    def piece(length: int, used: int) -> int:
         pieces.append(used)
-        return min(wanted, 40)
+        return min(length, 40)
 
     monkeypatch.setattr(runner, "piece", piece)
     sequence = new_sequence(runner)
@@ -220,8 +220,8 @@ def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder
         for _ in session.events():
             pass
         session.release()
-    own = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
-    names = {own.get(name, name) for name in recorder.names}
+    mps_names = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
+    names = {mps_names.get(name, name) for name in recorder.names}
     assert len(names) > 40
     assert names - kernels_of_mps() == set()
     assert not recorder.wide, "MPS has no float64"
@@ -233,13 +233,13 @@ def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder
 def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that use MPS at once end the process."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
-    inside, most = 0, 0
+    inside, peak = 0, 0
     call = ModelForward.__call__
 
     def counted(self: ModelForward, *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal inside, most
+        nonlocal inside, peak
         inside += 1
-        most = max(most, inside)
+        peak = max(peak, inside)
         time.sleep(0.002)
         result = call(self, *args, **kwargs)
         inside -= 1
@@ -256,7 +256,7 @@ def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkey
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1
+    assert peak == 1
 
 
 def test_an_engine_waits_for_the_holder_of_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

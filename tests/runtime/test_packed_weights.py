@@ -40,8 +40,8 @@ def test_logits_stay(kind: str, rows: int) -> None:
     model = model_of(kind)
     before = model(IDS[:, :rows], use_cache=False).logits.float()
     pack_weights(model)
-    left = [layer for layer in linears(model) if not layer.weight.is_meta]
-    assert len(left) == {"mamba": 2}.get(kind, 0)  # the time steps of each layer are multiplied by hand
+    unpacked = [layer for layer in linears(model) if not layer.weight.is_meta]
+    assert len(unpacked) == {"mamba": 2}.get(kind, 0)  # the time steps of each layer are multiplied by hand
     result = model(IDS[:, :rows], use_cache=False).logits.float()
     assert torch.allclose(result, before, rtol=2**-6, atol=2**-6 * float(before.abs().max()))
 

@@ -21,9 +21,9 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A processor is taken for a device that computes many pieces at once; into how many each call split."""
     pieces: list[int] = []
-    own = attention.split_attention
+    plainly = attention.split_attention
     monkeypatch.setitem(attention._WORKERS, "cpu", 256)
-    monkeypatch.setattr(attention, "split_attention", lambda *args: pieces.append(args[-1]) or own(*args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(attention, "split_attention", lambda *args: pieces.append(args[-1]) or plainly(*args))  # type: ignore[func-returns-value]
     return pieces
 
 

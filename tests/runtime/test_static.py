@@ -215,11 +215,11 @@ def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, spe
             results.append(
                 engine.generate_batch([question for question, _ in questions], [params for _, params in questions])
             )
-    for others in results[1:]:
-        assert [answer_of(result) for result in results[0]] == [answer_of(result) for result in others]
-        for one, other in zip(results[0], others, strict=True):
+    for answers in results[1:]:
+        assert [answer_of(result) for result in results[0]] == [answer_of(result) for result in answers]
+        for one, second in zip(results[0], answers, strict=True):
             if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
-                assert one.usage == other.usage
+                assert one.usage == second.usage
 
 
 def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:

@@ -16,7 +16,7 @@ LAYERS = {"llama-3-8b": 32, "qwen2.5-7b": 28, "gemma-2-9b": 42}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, str], dict[str, Any]]:
+def costs() -> dict[tuple[str, str], dict[str, Any]]:
     script = Path(__file__).parents[2] / "benchmarks" / "step_costs.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -25,23 +25,23 @@ def found() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", LAYERS)
-def test_a_drafted_token_reads_little_more_than_the_weights(found: Any, model: str) -> None:
-    weights, draft = found[model, "weights"]["bytes"], found[model, "draft"]
+def test_a_drafted_token_reads_little_more_than_the_weights(costs: Any, model: str) -> None:
+    weights, draft = costs[model, "weights"]["bytes"], costs[model, "draft"]
     assert draft["matrix_bytes"] < 1.05 * weights
     assert draft["bytes"] < 1.11 * weights
-    most = {"llama-3-8b": 27, "qwen2.5-7b": 27, "gemma-2-9b": 49}[model]
-    assert draft["kernels"] < most * LAYERS[model]
+    limit = {"llama-3-8b": 27, "qwen2.5-7b": 27, "gemma-2-9b": 49}[model]
+    assert draft["kernels"] < limit * LAYERS[model]
 
 
 @pytest.mark.parametrize("model", LAYERS)
-def test_a_verification_of_five_costs_little_more_than_a_token(found: Any, model: str) -> None:
+def test_a_verification_of_five_costs_little_more_than_a_token(costs: Any, model: str) -> None:
     """Half as much again, but for a model whose soft caps want the plain attention."""
-    draft, verify = found[model, "draft"]["bytes"], found[model, "verify"]["bytes"]
+    draft, verify = costs[model, "draft"]["bytes"], costs[model, "verify"]["bytes"]
     assert verify < (1.3 if model == "gemma-2-9b" else 1.15) * draft
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b"])
-def test_later_pieces_of_a_prompt_have_no_mask_and_repeat_no_keys(found: Any, model: str) -> None:
-    prompt = found[model, "prompt"]
+def test_later_pieces_of_a_prompt_have_no_mask_and_repeat_no_keys(costs: Any, model: str) -> None:
+    prompt = costs[model, "prompt"]
     assert prompt["attention"] == {"no mask": LAYERS[model]}
-    assert found[model, "draft"]["attention"] == {"mask": LAYERS[model]}
+    assert costs[model, "draft"]["attention"] == {"mask": LAYERS[model]}

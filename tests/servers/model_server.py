@@ -202,13 +202,13 @@ class ModelServer:
         if body.get("prompt_logprobs") is not None:
             rows = self.logits(prompt)
             scores = rows if self.ways.mode == "raw_logits" else rows.log_softmax(-1)
-            own = [self._ranked(scores[n], t, body["prompt_logprobs"]) for n, t in enumerate(prompt[1:])]
-            choice["prompt_logprobs"] = [None, *own]
+            rows_of_prompt = [self._ranked(scores[n], t, body["prompt_logprobs"]) for n, t in enumerate(prompt[1:])]
+            choice["prompt_logprobs"] = [None, *rows_of_prompt]
         return choice
 
-    def _ranked(self, scores: torch.Tensor, own: int, count: int) -> dict[str, Any]:
+    def _ranked(self, scores: torch.Tensor, token_id: int, count: int) -> dict[str, Any]:
         """The prompt's own token, and `count` of the most probable."""
-        options = dict.fromkeys([own, *scores.topk(count).indices.tolist()])
+        options = dict.fromkeys([token_id, *scores.topk(count).indices.tolist()])
         ranks = {token: int((scores > scores[token]).sum()) + 1 for token in options}
         return {str(token): {"logprob": float(scores[token]), "rank": rank} for token, rank in ranks.items()}
 

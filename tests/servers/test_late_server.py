@@ -56,7 +56,7 @@ def test_rounds_without_a_late_server_are_those_of_the_naive_method_without_its_
         names = [[absence.member for absence in record.absent] for record in result.rounds]
         assert all(each in ([], ["chat"]) for each in names), "members of this machine are never late to it"
         late += sum(each == ["chat"] for each in names)
-        back += sum(one == ["chat"] and other == [] for one, other in itertools.pairwise(names))
+        back += sum(one == ["chat"] and after == [] for one, after in itertools.pairwise(names))
         assert_equals_naive_with_absences(engine.config, local_members(tiny_engine), question, PARAMS, result)
         if late > 1 and back:
             break

@@ -60,9 +60,9 @@ def load(member: MemberConfig) -> None:
 def test_a_server_in_which_no_member_can_live_is_refused(
     chat_ways: tuple[MemberConfig, Ways], ways: dict[str, Any], kind: type[MemberLoadError], says: str
 ) -> None:
-    member, own = chat_ways
+    member, server_ways = chat_ways
     for name, value in ways.items():
-        setattr(own, name, value)
+        setattr(server_ways, name, value)
     with pytest.raises(kind, match=says):
         load(member)
 

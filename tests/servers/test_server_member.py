@@ -105,9 +105,9 @@ def test_a_seed_gives_the_same_answer_again(mixed: tuple[EnsembleEngine, Ways]) 
     engine, _ = mixed
     first = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
     again = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
-    other = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=6))
+    reseeded = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=6))
     assert first.text == again.text
-    assert first.text != other.text
+    assert first.text != reseeded.text
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
@@ -192,12 +192,12 @@ def test_a_cancelled_answer_leaves_no_request_at_the_server(mixed: tuple[Ensembl
     engine, ways = mixed
     stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400))
     next(event for event in stream if isinstance(event, SegmentEvent))
-    ways.delay, left = 30.0, ways.left
+    ways.delay, before = 30.0, ways.left
     try:
         _until(lambda: ways.running)
         stream.close()  # type: ignore[attr-defined]
         _until(lambda: not ways.running)
-        assert ways.left == left + 1
+        assert ways.left == before + 1
         _until(lambda: not engine.metrics().running)
     finally:
         ways.delay = 0.0

@@ -163,8 +163,8 @@ def test_a_draft_under_a_grammar_is_few_requests(
         result = engine.generate("Which?", SamplingParams(max_tokens=60, grammar=grammar), members=["chat"])
         drafts, _ = drafts_and_verdicts(ways)
         drawn = [record.candidates[0].tokens for record in result.rounds if record.candidates[0].tokens]
-        most = len(drawn) if grammar.kind == "choice" else len(drawn) + sum(drawn)
-        assert len(drafts) - 1 <= most, "one reads the prompt"
+        limit = len(drawn) if grammar.kind == "choice" else len(drawn) + sum(drawn)
+        assert len(drafts) - 1 <= limit, "one reads the prompt"
         assert any("structured_outputs" in draft for draft in drafts)
 
 

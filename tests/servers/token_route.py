@@ -39,8 +39,8 @@ class TokenRoute:
             return unknown
         ids, params = list(body["token_ids"]), body["sampling_params"]
         named = params.get("logprob_token_ids") or []
-        most = params["max_tokens"]
-        self._server.check(len(ids) + most <= self._ways.context, "this model's maximum context length")
+        max_tokens = params["max_tokens"]
+        self._server.check(len(ids) + max_tokens <= self._ways.context, "this model's maximum context length")
         self._server.check(params.get("logprobs") == len(named), "logprobs must equal len(logprob_token_ids)")
         self._server.check(params["detokenize"] is False, "Error in token ids of rows")
         for request in (named, params.get("allowed_token_ids"), map(int, params.get("logit_bias") or {})):

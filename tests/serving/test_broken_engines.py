@@ -70,8 +70,8 @@ def test_a_lease_never_gets_an_engine_that_broke(monkeypatch: pytest.MonkeyPatch
     config = FakeEngine(FakeLane({"a": scripted(TALE)}), max_concurrent=7).config
     first = lease_engine(config)
     first.engine.generate("x", SamplingParams(max_tokens=5))
-    with lease_engine(config) as other:
-        assert other.engine is first.engine
+    with lease_engine(config) as lease:
+        assert lease.engine is first.engine
     made[0].lanes[0].disturb = lambda request: Fault("SystemExit", "killed", is_fatal=True)
     with pytest.raises(EngineClosedError):
         first.engine.generate("x", SamplingParams(max_tokens=5))
@@ -164,8 +164,8 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
     """The result of a stage that is asked for."""
     lane, results, answered = PipedLane("a", wire), list[StageResult](), threading.Event()
 
-    def reply(found: Any) -> None:
-        results.extend(found)
+    def reply(result: Any) -> None:
+        results.extend(result)
         answered.set()
 
     lane.reply_to(reply)
@@ -200,9 +200,9 @@ def test_every_failure_of_a_pipes_reader_gives_its_stages_a_fault(message: objec
 
 
 def test_an_unrequested_result_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    unknown, own = (Answered((StageResult(n, "a", Closed()),), CacheUse(), ()) for n in (99, 1))
+    unknown, expected = (Answered((StageResult(n, "a", Closed()),), CacheUse(), ()) for n in (99, 1))
     with caplog.at_level(logging.WARNING, "specfuse_shared.members.pipe"):
-        lane, [result] = asked(Wire(unknown, own))
+        lane, [result] = asked(Wire(unknown, expected))
     assert (result.answer, result.value, lane.fault) == (1, Closed(), None)
     assert "was not asked" in caplog.text
     lane.close()

@@ -346,8 +346,8 @@ def test_a_shared_prefix_is_read_once(tiny_engine: EnsembleEngine, execution: st
             prompt = len(member.encode_prompt(talk))
             before = len(member.encode_prompt(talk[:2]))
             unread = prompt - before + 2
-            most = size_of(unread) if execution == "paged" else unread
-            assert fed[0] <= most, "the first turn is not read again"
+            limit = size_of(unread) if execution == "paged" else unread
+            assert fed[0] <= limit, "the first turn is not read again"
         assert engine.metrics().reused_prompt_tokens > 0
         assert engine.metrics().prefix_bytes > 0
 

@@ -63,12 +63,12 @@ def test_one_prompt_asked_many_times_at_once_is_read_once(engine: EnsembleEngine
     alone = fed_tokens(engine)
     first = engine.generate(prompt("Why?"), PARAMS).text
     once = sum(alone)
-    with EnsembleEngine(engine.config) as other:
-        together = fed_tokens(other.load())
-        results = other.generate_batch([prompt("Why?")] * 6, PARAMS)
+    with EnsembleEngine(engine.config) as fresh:
+        together = fed_tokens(fresh.load())
+        results = fresh.generate_batch([prompt("Why?")] * 6, PARAMS)
         assert {result.text for result in results} == {first}
         assert sum(together) < 6 * (once - size) + 1.5 * size + 6 * 20, "the prompt was read for each of them"
-        assert other.metrics().reused_prompt_tokens > 0
+        assert fresh.metrics().reused_prompt_tokens > 0
 
 
 def test_prompts_with_a_common_prefix_share_it(engine: EnsembleEngine, tiny_engine: EnsembleEngine) -> None:
@@ -136,8 +136,8 @@ Asked = tuple[str, str, float]
 """A text, how its answer ends, and seconds after the one before."""
 
 
-def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]) -> None:
-    """Ask on schedule; the text of an answer is a prefix of the `known` one, or all of it."""
+def ask_all(engine: EnsembleEngine, schedule: list[Asked], texts: dict[str, str]) -> None:
+    """Ask on schedule; the text of an answer is a prefix of the one in `texts`, or all of it."""
     running = []
     for text, end, pause in schedule:
         time.sleep(pause)
@@ -146,28 +146,28 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
         running.append((text, end, stream))
         if end == "stop":
             events = list(islice(stream, int(100 * pause)))
-            assert known[text].startswith("".join(e.text for e in events if isinstance(e, SegmentEvent)))
+            assert texts[text].startswith("".join(e.text for e in events if isinstance(e, SegmentEvent)))
             stream.close()  # type: ignore[attr-defined]
     for text, end, stream in running:
         if end == "run":
-            assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == known[text]
+            assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == texts[text]
         elif end == "timeout":
             reply = ""
             with suppress(RequestTimeoutError):
                 for event in stream:
                     reply += event.text if isinstance(event, SegmentEvent) else ""
-            assert known[text].startswith(reply)
+            assert texts[text].startswith(reply)
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_texts_do_not_depend_on_sharing_waiting_or_stopping(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
     texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
-    known = expected(tiny_engine, texts)
+    whole = expected(tiny_engine, texts)
     request = st.tuples(st.sampled_from(texts), ENDS, st.just(0.0))
     schedule = data.draw(st.lists(request, min_size=30, max_size=36))
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=8)) as engine:
-        ask_all(engine, schedule, known)
+        ask_all(engine, schedule, whole)
 
 
 @pytest.mark.slow
@@ -176,9 +176,9 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
     """Of each text that is asked for: an engine that reuses nothing says the same, and so does the naive round."""
     beginnings = ("Why", "Why the sea is salt and the moon is round,", "Tell me of ships, " * 8, "")
     texts = [f"{beginning} {n} tides?" for n in range(4) for beginning in beginnings]
-    known = expected(tiny_engine, texts)
+    whole = expected(tiny_engine, texts)
     for text in texts:
-        assert naive_text(tiny_engine, text, len(known[text])) == known[text]
+        assert naive_text(tiny_engine, text, len(whole[text])) == whole[text]
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     @given(data=st.data())
@@ -189,7 +189,7 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
         cache = data.draw(st.sampled_from((None, 8 << 20)))  # memory for all of them, or for a few at a time
         config = replace(tiny_engine.config, max_concurrent=16, cache_bytes=cache)
         with EnsembleEngine(config) as engine:
-            ask_all(engine, schedule, known)
+            ask_all(engine, schedule, whole)
             assert engine.metrics().reused_prompt_tokens > 0
 
     on_schedule()
@@ -281,15 +281,15 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
 
 
 class _Sequence:
-    def __init__(self, left: int) -> None:
-        self.prompt_to_read = left
+    def __init__(self, unread: int) -> None:
+        self.prompt_to_read = unread
 
     def waits_for(self, other: Any, own_left: int, other_left: int) -> bool:
         return False
 
 
-def _reading(left: int) -> StageWork[Any]:
-    return _waiting(ForwardRequest(_Sequence(left), prompt=min(left, 1024)))
+def _reading(unread: int) -> StageWork[Any]:
+    return _waiting(ForwardRequest(_Sequence(unread), prompt=min(unread, 1024)))
 
 
 def _waiting(request: ForwardRequest) -> StageWork[Any]:

@@ -209,11 +209,11 @@ def test_a_member_that_stays_late_leaves_like_one_that_failed() -> None:
     with fake(steady, slow, late_rounds=4) as engine:
         events = list(engine.stream("tell me", SamplingParams(max_tokens=90)))
         result = ended(events)
-        [left] = [event.exit for event in events if isinstance(event, ExitEvent)]
+        [exit_event] = [event.exit for event in events if isinstance(event, ExitEvent)]
         [warning] = [event for event in events if isinstance(event, WarningEvent)]
         until(lambda: not engine.metrics().running)
         assert engine.metrics().faults == {"b": 1}
-    assert (left.member, left.reason) == ("b", "late")
+    assert (exit_event.member, exit_event.reason) == ("b", "late")
     assert (warning.member, warning.stage, warning.kind) == ("b", "draft", "TimeoutError")
     assert "was late for" in warning.message
     rounds = sum(bool(names) for names in absent(result))
@@ -278,9 +278,9 @@ def test_two_hundred_answers_at_once_with_one_slow_member() -> None:
 class EngineInTwoLanes(EnsembleEngine):
     """Loaded members, each in a separate lane; the stages of the second one are late by `delay`."""
 
-    def __init__(self, other: EnsembleEngine, delay: Delay, **settings: object) -> None:
-        super().__init__(replace(other.config, **settings))
-        self._loaded, self._delay = local_members(other), delay
+    def __init__(self, loaded: EnsembleEngine, delay: Delay, **settings: object) -> None:
+        super().__init__(replace(loaded.config, **settings))
+        self._loaded, self._delay = local_members(loaded), delay
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         lanes = [LaneThread(LocalLane([member], on_forward=self._metrics.forward)) for member in self._loaded]

@@ -49,7 +49,7 @@ def test_admitted_answers_never_run_out_of_memory(monkeypatch: pytest.MonkeyPatc
     admission, pool, chance = budget(room, is_fixed=True), CachePool(CPU, SLOT), random.Random(5)
     pool.is_fixed = True
     running: list[tuple[Need, CacheRow]] = []
-    refused, most = 0, 0
+    refused, peak = 0, 0
     for _ in range(600):
         if running and chance.random() < 0.45:
             need, row = running.pop(chance.randrange(len(running)))
@@ -62,9 +62,9 @@ def test_admitted_answers_never_run_out_of_memory(monkeypatch: pytest.MonkeyPatc
             refused += 1
             continue
         running.append((need, written(pool, slots)))
-        most = max(most, pool.memory_bytes)
+        peak = max(peak, pool.memory_bytes)
     assert refused > 20
-    assert most > 0.5 * room, "what there is, is used"
+    assert peak > 0.5 * room, "what there is, is used"
 
 
 def test_rows_that_grow_stay_within_the_budget() -> None:
@@ -73,7 +73,7 @@ def test_rows_that_grow_stay_within_the_budget() -> None:
     room = 60 * 256 * SLOT_BYTES
     admission, pool, chance = budget(room, is_fixed=False), CachePool(CPU, SLOT), random.Random(7)
     running: list[tuple[Need, CacheRow, int]] = []
-    refused, most = 0, 0
+    refused, peak = 0, 0
     for _ in range(1500):
         grows = [each for each in running if each[1].used < each[2]]
         if grows and chance.random() < 0.5:
@@ -92,9 +92,9 @@ def test_rows_that_grow_stay_within_the_budget() -> None:
                 refused += 1
                 continue
             running.append((need, written(pool, prompt + TREE_CAPACITY), prompt + answer))
-        most = max(most, pool.memory_bytes)
+        peak = max(peak, pool.memory_bytes)
     assert refused > 20
-    assert 0.4 * room < most <= room
+    assert 0.4 * room < peak <= room
 
 
 def asked(prompt: int, answer: int) -> Any:

@@ -54,8 +54,8 @@ def soaked(engine: EnsembleEngine) -> Soaked:
 def test_every_kind_was_asked_and_none_failed(soaked: Soaked, engine: EnsembleEngine) -> None:
     assert soaked.report.errors == []
     assert set(soaked.report.kinds) == {kind.__name__ for kind in KINDS}
-    left = engine.metrics()
-    assert (left.running, left.waiting, left.cache_bytes) == (0, 0, 0)
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting, metrics.cache_bytes) == (0, 0, 0)
 
 
 def test_caches_stay_within_cache_bytes(soaked: Soaked) -> None:
@@ -65,8 +65,8 @@ def test_caches_stay_within_cache_bytes(soaked: Soaked) -> None:
 
 
 def test_the_process_does_not_grow(soaked: Soaked) -> None:
-    most = max(tenth.process_mib for tenth in soaked.report.tenths)
-    assert most - soaked.before_mib < CACHE_BYTES / 2**20 + FRAGMENTED_MIB
+    peak = max(tenth.process_mib for tenth in soaked.report.tenths)
+    assert peak - soaked.before_mib < CACHE_BYTES / 2**20 + FRAGMENTED_MIB
     assert soaked.after_mib - soaked.before_mib < KERNELS_MIB
 
 

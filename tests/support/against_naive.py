@@ -43,9 +43,9 @@ class EngineOver(EnsembleEngine):
     """An engine over members that another has loaded, which saves half a minute for a real one. What they remember of
     prompts is forgotten first."""
 
-    def __init__(self, other: EnsembleEngine, config: EnsembleConfig) -> None:
+    def __init__(self, loaded: EnsembleEngine, config: EnsembleConfig) -> None:
         super().__init__(config)
-        self._loaded = local_members(other)
+        self._loaded = local_members(loaded)
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         for member in self._loaded:
@@ -105,7 +105,7 @@ class OpenAnswer:
     @property
     def participants(self) -> dict[str, Side]:
         sides = self._session.participants.sides
-        return {name: Side(held[0], sides[name]) for name, held in self.lane._sessions.items()}
+        return {name: Side(entry[0], sides[name]) for name, entry in self.lane._sessions.items()}
 
     def events(self) -> Iterator[Event]:
         """Its events as they come; stages run when the next one is asked for."""
@@ -200,10 +200,10 @@ def assert_equals_naive_with_absences(
     members: Sequence[InProcessMember],
     question: str,
     params: SamplingParams,
-    found: EnsembleResult,
+    result: EnsembleResult,
 ) -> None:
     """The rounds of a result equal the naive method's without the members that were late, as recorded."""
-    records = found.rounds[:-1] if found.finish_reason is FinishReason.LENGTH else found.rounds  # cut at max_tokens
+    records = result.rounds[:-1] if result.finish_reason is FinishReason.LENGTH else result.rounds  # cut at max_tokens
     absences = [record.absent for record in records]
     with eager([member for member in members if isinstance(member, LocalMember)]):
         naive = naive_rounds(config, members, [Message("user", question)], params, absences=absences)

@@ -154,8 +154,8 @@ class FakeLane:
 
     def release(self) -> None:
         """Run what was held back, from now on at once."""
-        held, self.held = self.held or [], None
-        self.reply([self._run(request) for request in held])
+        requests, self.held = self.held or [], None
+        self.reply([self._run(request) for request in requests])
 
     def _run(self, request: StageRequest) -> StageResult:
         self.asked.append(request)

@@ -41,8 +41,8 @@ class Stream:
         self.graph: Graph | None = None
         self.cuda_stream = number
 
-    def wait_stream(self, other: Stream) -> None:
-        self.graph = self.graph or other.graph
+    def wait_stream(self, stream: Stream) -> None:
+        self.graph = self.graph or stream.graph
 
     def synchronize(self) -> None:
         assert self.graph is None, "operation not permitted when stream is capturing"
@@ -208,19 +208,19 @@ class Recorder(TorchDispatchMode):
             raise self.driver.failing.pop(0)
         if self.driver.waiting_elsewhere and len(self.work) > 5:
             self.driver.waiting_elsewhere -= 1
-            other = threading.Thread(target=self.driver.synchronize)
-            other.start()
-            other.join()
+            thread = threading.Thread(target=self.driver.synchronize)
+            thread.start()
+            thread.join()
         if _READS.intersection(func.tags) and func is not torch.ops.aten.index.Tensor:
             self.broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **kwargs)
         if self.driver.stream.graph is not self.graph:
             return result
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         outputs: list[tuple[int, torch.Tensor]] = []
         for place, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
+            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in storages:
                 outputs.append((place, leaf))
                 self.made.append(leaf)
                 self._own.add(_storage(leaf))
@@ -266,9 +266,9 @@ class Event:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """While a test runs, members on the processor capture their steps with this replacement."""
     result = Driver()
-    own: Any = type("Graph", (Graph,), {"driver": result})
+    graph_class: Any = type("Graph", (Graph,), {"driver": result})
     for name, value in {
-        "CUDAGraph": own,
+        "CUDAGraph": graph_class,
         "Stream": result.new_stream,
         "Event": type("Event", (Event,), {"driver": result}),
         "stream": result.on,

@@ -125,13 +125,13 @@ def naive_rounds(
     active = [kind(m, messages, params) for m in members]
     power = 1.5 if config.first_weights == "size" else 0
     first = {m.name: m.info.weight * m.info.report.parameters**power for m in members}
-    weight = {name: own / sum(first.values()) for name, own in first.items()}
+    weight = {name: share / sum(first.values()) for name, share in first.items()}
     quality = dict.fromkeys(weight, 0.0)
     answer, index, verified, opening = "", 0, 0, True
     while len(active) > 1:
         index += 1
-        left = (config.first_segment_tokens or 0) - len(members[0].codec.encode(answer)) if opening else 0
-        limit = max(left, config.segment_tokens)
+        minimum = (config.first_segment_tokens or 0) - len(members[0].codec.encode(answer)) if opening else 0
+        limit = max(minimum, config.segment_tokens)
         count = config.segment_tokens if config.early_margin else limit
         late = {a.member: a for a in (absences[index - 1] if index <= len(absences) else ())}
         while True:
@@ -141,7 +141,7 @@ def naive_rounds(
             judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in here if len(distinct) > 1}
             mass = sum(weight[m.name] for m in here)
             own_weight = {m.name: weight[m.name] / mass for m in here}
-            authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
+            authors = {d: [name for name, draft in drafts.items() if draft == d] for d in distinct}
             circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
             is_last = count >= limit or (bool(distinct) and all(ends for _, ends in distinct))
             if is_last or len(distinct) == len(set(drafts.values())) == 1:
@@ -166,9 +166,9 @@ def naive_rounds(
             continue
         verified += 1
         names = [m.name for m in here]
-        own = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
+        draft_of = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
         if config.feedback == "constant":
-            grown = _feedback(config.feedback_rate, own_weight, names, scores, own)
+            grown = _feedback(config.feedback_rate, own_weight, names, scores, draft_of)
             weight = weight | {i: mass * w for i, w in grown.items()}
         if config.feedback_limit:
             gain = {m.name: weight[m.name] / first[m.name] for m in active}
@@ -195,15 +195,15 @@ def _elect(
     scores, total = _votes(list(authors), judged, weight, authors, config)
     gone = _outsiders(scores, weight, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
     if gone and gone != set(judged):
-        rest = {d: [j for j in own if j not in gone] for d, own in authors.items() if set(own) - gone}
+        rest = {d: [j for j in names if j not in gone] for d, names in authors.items() if set(names) - gone}
         received = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
         winner, _, total = _elect(received, weight, rest, circling & set(rest), config)
         return winner, scores, {d: total.get(d, 0.0) / sum(weight[j] for j in received) for d in authors}
-    least = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
-    left = [d for d in authors if d not in circling and total[d] >= least] or list(authors)
-    while len(left) > 1:
-        left.remove(_last(left, judged, weight, authors, config))
-    return left[0], scores, total | dict.fromkeys(circling, 0.0)
+    threshold = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
+    remaining = [d for d in authors if d not in circling and total[d] >= threshold] or list(authors)
+    while len(remaining) > 1:
+        remaining.remove(_last(remaining, judged, weight, authors, config))
+    return remaining[0], scores, total | dict.fromkeys(circling, 0.0)
 
 
 def _outsiders(
@@ -217,23 +217,26 @@ def _outsiders(
         return set()
     heavy = {j for j in scores if weight[j] > 0.5 * sum(weight[k] for k in scores)}
     return (
-        set(scores) - heavy - {j for j, _ in met} - {own for _, d in met for own in authors[d] if len(authors[d]) == 1}
+        set(scores)
+        - heavy
+        - {j for j, _ in met}
+        - {author for _, d in met for author in authors[d] if len(authors[d]) == 1}
     )
 
 
 def _votes(
-    some: list[Draft],
+    drafts: list[Draft],
     judged: dict[str, Judged],
     weight: dict[str, float],
     authors: dict[Draft, list[str]],
     config: EnsembleConfig,
 ) -> tuple[dict[str, dict[Draft, float]], dict[Draft, float]]:
-    scores = {name: _scores({d: row[d] for d in some}, config) for name, row in judged.items()}
-    return scores, {d: _vote([(s[d], weight[j], authors[d] == [j]) for j, s in scores.items()], config) for d in some}
+    scores = {name: _scores({d: row[d] for d in drafts}, config) for name, row in judged.items()}
+    return scores, {d: _vote([(s[d], weight[j], authors[d] == [j]) for j, s in scores.items()], config) for d in drafts}
 
 
 def _last(
-    some: list[Draft],
+    drafts: list[Draft],
     judged: dict[str, Judged],
     weight: dict[str, float],
     authors: dict[Draft, list[str]],
@@ -241,32 +244,32 @@ def _last(
 ) -> Draft:
     """The one that leaves: among indistinguishable ones, the worst among these; else a beginning, if a tail after
     it has half of the votes, a token, or the tail with the fewest."""
-    scores, total = _votes(some, judged, weight, authors, config)
-    lowest = min(reversed(some), key=lambda d: total[d])
+    scores, total = _votes(drafts, judged, weight, authors, config)
+    lowest = min(reversed(drafts), key=lambda d: total[d])
     rows = [*scores.values(), total]
-    same = [d for d in some if all(math.isclose(r[d], r[lowest], rel_tol=1e-4) for r in rows)]
-    if 1 < len(same) < len(some):
+    same = [d for d in drafts if all(math.isclose(r[d], r[lowest], rel_tol=1e-4) for r in rows)]
+    if 1 < len(same) < len(drafts):
         return _last(same, judged, weight, authors, config)
-    least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
-    tails = {d: 0.0 for d in same if d[0].startswith(least[0]) and d[0] != least[0] and not least[1]}
+    shortest = min(same, key=lambda d: (len(d[0].encode()), d[1]))
+    tails = {d: 0.0 for d in same if d[0].startswith(shortest[0]) and d[0] != shortest[0] and not shortest[1]}
     mass = sum(weight[j] for j in judged)
     for d in tails:
         for name, row in judged.items():
-            after, left = [], len(d[0].encode()) - len(least[0].encode()) + d[1]
+            after, budget = [], len(d[0].encode()) - len(shortest[0].encode()) + d[1]
             for logp, size in reversed(row[d]):
-                after += [logp] if size <= left else []
-                left -= size
+                after += [logp] if size <= budget else []
+                budget -= size
             tails[d] += weight[name] / mass * math.exp(sum(after) / max(1, len(after)))
-    return (least if max(tails.values()) >= 0.5 else min(tails, key=lambda d: tails[d])) if tails else lowest
+    return (shortest if max(tails.values()) >= 0.5 else min(tails, key=lambda d: tails[d])) if tails else lowest
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
     """Weighted mean of (score, weight, whether it is the only author's); seconded: a lone author's score counts at most
     a thousand times the best other one, among three or more, but for who has more than half of the votes."""
     if config.aggregate == "seconded_mean" and len(votes) > 2:
-        most = 1000 * max(s for s, _, own in votes if not own)
+        cap = 1000 * max(s for s, _, is_own in votes if not is_own)
         half = 0.5 * sum(w for _, w, _ in votes)
-        votes = [(min(s, most) if own and w <= half else s, w, own) for s, w, own in votes]
+        votes = [(min(s, cap) if is_own and w <= half else s, w, is_own) for s, w, is_own in votes]
     return sum(s * w for s, w, _ in votes)
 
 
@@ -275,15 +278,17 @@ def _feedback(
     weight: dict[str, float],
     names: list[str],
     scores: dict[str, dict[str, float]],
-    own: dict[str, str],
+    draft_of: dict[str, str],
 ) -> dict[str, float]:
     grown = {}
     for i in names:
         votes = []
         for k in (k for k in names if k != i):
-            duel = {j: (scores[j].get(own[i], 0.0), scores[j].get(own[k], 0.0)) for j in names if j not in (i, k)}
-            third = [d for j, d in duel.items() if 1000 * max(d) >= max(scores[j].get(own[x], 0.0) for x in names)]
-            rival = (scores[k].get(own[i], 0.0), scores[k].get(own[k], 0.0))
+            duel = {
+                j: (scores[j].get(draft_of[i], 0.0), scores[j].get(draft_of[k], 0.0)) for j in names if j not in (i, k)
+            }
+            third = [d for j, d in duel.items() if 1000 * max(d) >= max(scores[j].get(draft_of[x], 0.0) for x in names)]
+            rival = (scores[k].get(draft_of[i], 0.0), scores[k].get(draft_of[k], 0.0))
             votes += [(mine > theirs) + 0.5 * (mine == theirs) for mine, theirs in third or [rival]]
         grown[i] = weight[i] * math.exp(rate * sum(votes) / len(votes))
     return {i: w / sum(grown.values()) for i, w in grown.items()}

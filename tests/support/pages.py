@@ -58,11 +58,11 @@ def examples_in(page: str) -> list[Example]:
 
 def check(tree: ast.Module, names: Names) -> None:
     """Raises for an import, an attribute or a keyword argument that does not exist in an installed package."""
-    known = {**names, **dict(_imported(tree))}
+    names_here = {**names, **dict(_imported(tree))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            _found(node, known)
-        if isinstance(node, ast.Call) and (called := _found(node.func, known)) is not None:
+            _found(node, names_here)
+        if isinstance(node, ast.Call) and (called := _found(node.func, names_here)) is not None:
             for keyword in node.keywords:
                 assert keyword.arg is None or _takes(called, keyword.arg), (
                     f"line {node.lineno}: {ast.unparse(node.func)} takes no {keyword.arg}"

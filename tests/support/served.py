@@ -24,16 +24,16 @@ def served(engine: EnsembleEngine, url: str, *names: str, **settings: Any) -> En
     return replace(engine.config, members=members)
 
 
-def assert_same(found: EnsembleResult | BaseException, expected: EnsembleResult | BaseException) -> None:
+def assert_same(actual: EnsembleResult | BaseException, expected: EnsembleResult | BaseException) -> None:
     """Drafts, winners, text, reasons and counts are equal; scores and log-probabilities to rounding."""
-    one, other = everything(found), everything(expected)
-    for data in (one, other):
+    one, second = everything(actual), everything(expected)
+    for data in (one, second):
         for member in data["usage"]["members"].values():
             for retained in ("fed", "forwards", "guessed", "accepted"):
                 del member[retained]  # a server's cache and batches are its own affair, and it makes no guesses
         for record in data["rounds"]:
             del record["leader"]
-    assert one == _about(other)
+    assert one == _about(second)
 
 
 def _about(value: Any) -> Any:

@@ -29,8 +29,8 @@ KNOWN = [
     *(keyword for keywords in KEYWORDS if "true" not in keywords for keyword in keywords.split(", ")),
     *("oneOf", "$defs", "definitions", "additionalItems", "nullable"),
 ]
-ALL = {f"{library}: {name}": each for library, some in FOREIGN.items() for name, each in some.items()}
-BY_KEYWORD = {f"{keyword} {n}": each for keyword, some in KEYWORDS.items() for n, each in enumerate(some)}
+ALL = {f"{library}: {name}": each for library, group in FOREIGN.items() for name, each in group.items()}
+BY_KEYWORD = {f"{keyword} {n}": each for keyword, group in KEYWORDS.items() for n, each in enumerate(group)}
 
 
 def is_value(schema: dict[str, Any], text: str, strict: bool = False) -> bool:
@@ -64,12 +64,12 @@ def test_the_pairs_are_those_of_json_schema_itself(foreign: Foreign) -> None:
 
 def test_the_numbers_in_the_docs_are_those_that_hold() -> None:
     page, groups = PAGE.read_text("utf-8"), {**FOREIGN, "JSON Schema, by keyword": BY_KEYWORD}
-    for library, some in groups.items():
-        taken, refused = (sum(len(getattr(f, kind)) for f in some.values()) for kind in ("taken", "refused"))
-        assert f"| {library} | {len(some)} | {taken} | {refused} |" in page
+    for library, group in groups.items():
+        taken, refused = (sum(len(getattr(f, kind)) for f in group.values()) for kind in ("taken", "refused"))
+        assert f"| {library} | {len(group)} | {taken} | {refused} |" in page
     named = re.findall(r"`(\w+)`", page.partition("**Held.**")[2].partition("\n\n")[0])
-    known = {keyword for keywords in KEYWORDS for keyword in keywords.split(", ")}
-    assert known - {"true", "false"} == set(named) - {"true", "false", "definitions", "defs"} | {"$ref"}
+    covered = {keyword for keywords in KEYWORDS for keyword in keywords.split(", ")}
+    assert covered - {"true", "false"} == set(named) - {"true", "false", "definitions", "defs"} | {"$ref"}
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────

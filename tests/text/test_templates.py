@@ -149,11 +149,11 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 def encoder(template: str, kind: str, thinking: bool = False) -> PromptEncoder:
     """With the template's control strings in the vocabulary, as its model has them."""
-    own = copy.deepcopy(tokenizer(kind))
+    copied = copy.deepcopy(tokenizer(kind))
     control = sorted(set(re.findall(r"<\|[^<>{}]*\|>|<\|(?:channel|turn)>|<(?:channel|turn)\|>|</s>", template)))
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant")]
-    own.add_special_tokens({"additional_special_tokens": [*control, *roles]})
-    return PromptEncoder(own, template, {}, kind, thinking)
+    copied.add_special_tokens({"additional_special_tokens": [*control, *roles]})
+    return PromptEncoder(copied, template, {}, kind, thinking)
 
 
 def turns(*texts: str) -> list[Message]:

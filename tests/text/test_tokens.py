@@ -72,9 +72,9 @@ def test_the_text_of_further_ids_is_their_addition(codecs: dict[str, Codec], tex
         codec = codecs[name]
         before, whole = codec.encode(text), codec.encode(text + more)
         shared = common_length(tuple(before), tuple(whole))
-        known = codec.decode(whole[:shared])
-        if known == whole_characters(known):
-            assert known + codec.text_after(whole[:shared], whole[shared:]) == text + more
+        shared_text = codec.decode(whole[:shared])
+        if shared_text == whole_characters(shared_text):
+            assert shared_text + codec.text_after(whole[:shared], whole[shared:]) == text + more
 
 
 @FAST

@@ -218,11 +218,11 @@ def test_calls_before_the_cut_are_whole() -> None:
     assert [call.name for call in reader.calls] == ["say", "add"]
 
 
-@pytest.mark.parametrize(("text", "shown"), [("Well <tool", "Well "), ("3 <", "3 <"), ("Well.", "Well.")])
-def test_a_cut_answer_shows_no_half_tag(text: str, shown: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), [("Well <tool", "Well "), ("3 <", "3 <"), ("Well.", "Well.")])
+def test_a_cut_answer_shows_no_half_tag(text: str, expected: str) -> None:
     reader = CallReader()
     parts = [*reader.feed(text), *reader.finish(cut=True)]
-    assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == shown
+    assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == expected
 
 
 def test_every_call_has_another_id() -> None:

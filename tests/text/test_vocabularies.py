@@ -48,15 +48,15 @@ def test_tokens_of_real_members_are_those_that_the_library_reads(made: Callable[
 
 def check(tokenizer: Any) -> None:
     size, end = len(tokenizer) + 5, tokenizer.eos_token_id
-    own = token_vocabulary(tokenizer, Codec(tokenizer, ()).bytes_of, size, [end])
+    vocabulary = token_vocabulary(tokenizer, Codec(tokenizer, ()).bytes_of, size, [end])
     theirs = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=[end])
-    assert own.tokens.vocab_size == theirs.vocab_size == size
+    assert vocabulary.tokens.vocab_size == theirs.vocab_size == size
     for number in range(len(tokenizer)):
-        assert own.tokens.is_special_token(number) == theirs.is_special_token(number), number
+        assert vocabulary.tokens.is_special_token(number) == theirs.is_special_token(number), number
         if not theirs.is_special_token(number):
-            assert own.tokens.decode_bytes([number]) == theirs.decode_bytes([number]), number
-    assert own.tokens.greedy_tokenize(TEXT) == theirs.greedy_tokenize(TEXT)
-    matchers = own.matcher(SOURCE), llguidance.LLMatcher(theirs, SOURCE, log_level=0)
+            assert vocabulary.tokens.decode_bytes([number]) == theirs.decode_bytes([number]), number
+    assert vocabulary.tokens.greedy_tokenize(TEXT) == theirs.greedy_tokenize(TEXT)
+    matchers = vocabulary.matcher(SOURCE), llguidance.LLMatcher(theirs, SOURCE, log_level=0)
     for token in theirs.greedy_tokenize(TEXT):
         masks = [matcher.compute_bitmask() for matcher in matchers]
         assert masks[0] == masks[1]
