@@ -285,7 +285,7 @@ def block_text(block: Mapping[str, Any]) -> str:
 
 
 def _text_of(content: Any, by_assistant: bool) -> Any:
-    """The text of OpenAI's message content: a string, or parts of text. `said`: by a model or a tool, of any kind."""
+    """The text of OpenAI's message content: a string, or parts of text. `by_assistant`: of any kind."""
     if not isinstance(content, (list, tuple)):
         return content or ""
     if by_assistant:

@@ -320,7 +320,7 @@ class Deadline:
     never_late: frozenset[str] = frozenset()
 
     def late(self, pending: Collection[str], answered: Mapping[str, float]) -> tuple[frozenset[str], float]:
-        """The late members of `asked` and the time of the decision. `answered`: the times of other responses.
+        """The late members of `pending` and the time of the decision. `answered`: the times of other responses.
 
         If no other member could continue, none is late.
         """

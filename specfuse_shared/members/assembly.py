@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.loading.progress import READY, LoadProgress, OnLoadProgress
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.members.loading import load_in_process
-from specfuse_shared.members.local.lane import LaneThread, LocalLane, lanes_of
+from specfuse_shared.members.local.lane import LaneThread, LocalLane, devices_of, lanes_of
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
@@ -76,7 +77,9 @@ def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None
 
 def assemble(members: Sequence[InProcessMember], on_forward: OnForward, cache_bytes: int | None = None) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
-    lanes = [LocalLane(lane, cores, on_forward, cache_bytes) for lane, cores in lanes_of(members)]
+    planned = lanes_of(members)
+    alike = Counter(devices_of(lane[0]) for lane, _ in planned)  # lanes of a processor divide its memory
+    lanes = [LocalLane(lane, cores, on_forward, cache_bytes, 1 / alike[devices_of(lane[0])]) for lane, cores in planned]
     first_lane = lanes[0] if lanes else None
     return Assembly(tuple(member.member for member in members), first_lane, tuple(map(LaneThread, lanes[1:])))
 

@@ -82,7 +82,7 @@ class TokenTree:
         return sorted(descendants)
 
     def take_over(self, tree: TokenTree, root: int, below: Iterable[int], trunk: int) -> dict[int, int]:
-        """Make nodes for those in `other` `below` its `root`, after `trunk` tokens; returns old number → new number."""
+        """Copy the nodes `below` the `root` of another `tree`, after `trunk` tokens; returns old → new number."""
         numbers = {root: ROOT}
         for old in below:
             numbers[old] = self.child(numbers[tree.parents[old]], trunk, tree.tokens[old])

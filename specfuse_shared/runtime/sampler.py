@@ -322,7 +322,7 @@ class Sampler:
         return chosen.masked_fill(~shares[:, 0].isfinite(), NOT_FINITE)
 
     def noise(self, offset: int, size: int) -> torch.Tensor:
-        """Exponential noise (V) of the token that is `ahead` picks away."""
+        """Exponential noise (V) for the token that is chosen `offset` tokens later."""
         number = number_of_draw(self._seed, self._member, self._round, self.drawn + offset)
         generator = torch.Generator(self.device).manual_seed(number)
         return torch.empty(size, device=self.device).exponential_(generator=generator)
@@ -358,7 +358,7 @@ class BatchSampling:
         self._groups = [(rows, None if whole else upload(rows, device)) for rows in alike.values()]
 
     def __call__(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
-        """Tokens (B) or `NOT_FINITE`, `ahead` picks into the drafts, for logits (B, V)."""
+        """The tokens (B) at `offset` in the drafts, for logits (B, V); `NOT_FINITE` where logits are no numbers."""
         tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for rows, at in self._groups:
             first = self.samplers[rows[0]]

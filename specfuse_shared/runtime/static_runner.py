@@ -492,7 +492,7 @@ class DraftInput:
 
 
 class DraftRun:
-    """Tokens of many drafts (`chosen` per step: B) and the logits `behind` them (B, V), on the device."""
+    """Tokens of many drafts (`chosen` per step: B) and the logits after each of them (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
         self._behind = logits_after

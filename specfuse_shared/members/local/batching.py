@@ -69,7 +69,7 @@ def share_prompt_tokens(works: Sequence[W], budget: int, ride_limit: int, short:
     """The stages of a forward pass, with pieces of prompts trimmed to `budget` tokens in total; the rest waits.
 
     The shortest prompts go first, to their end if that takes at most `short` tokens, independent of the budget. If
-    some are read to their end, the others get `beside` tokens at most, because those answers are waiting. The oldest
+    some are read to their end, the others get `ride_limit` tokens at most, because those wait. The oldest
     prompt gets a quarter of the rest, so that it is not starved. A prompt that shares a prefix with an earlier one
     waits until the prefix has been read.
     """

@@ -236,10 +236,11 @@ _SHARE_OF_PAGES = 0.85
 """Share of the memory for answers that becomes pages; the rest is for logits."""
 
 
-def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) -> None:
+def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None, lane_share: float) -> None:
     """Make the pages of members with paged execution, for the same number of tokens in each member.
 
-    They take a share of `cache_bytes`, or of the free memory of the device if that is None.
+    They take a share of `cache_bytes`, or of the free memory of the device if that is None. `lane_share`: the share of
+    this lane, if several lanes use the device.
     """
     paged = [member for member in members if isinstance(member, LocalMember) and member.runner.is_paged]
     for device, alike in groupby(paged, key=lambda member: next(iter(member.devices))):
@@ -247,8 +248,8 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) ->
         for member in here:
             member.runner.open_arena(2)  # frees the arena of an earlier lane
         reserved = sum(member.runner.reserve_bytes for member in here)
-        room = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
-        tokens = max(0, int(_SHARE_OF_PAGES * room)) // sum(member.bytes_per_token for member in here)
+        size = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
+        tokens = max(0, int(_SHARE_OF_PAGES * lane_share * size)) // sum(member.bytes_per_token for member in here)
         for member in here:
             limit = _MOST_ANSWERS_OF_PAGES * (member.context_limit or 8192)
             member.runner.open_arena(max(2, min(tokens, limit) // PAGE))
@@ -269,9 +270,10 @@ class LocalLane:
         cores: int | None = None,
         on_forward: OnForward = ignore_steps,
         cache_bytes: int | None = None,
+        lane_share: float = 1.0,
     ) -> None:
         self.local = {member.name: member for member in members}
-        _open_arenas(members, cache_bytes)
+        _open_arenas(members, cache_bytes, lane_share)
         share_memory([member.runner for member in members])
         self._cores = cores
         self._turn = mps_turn([device for member in members for device in member.devices])

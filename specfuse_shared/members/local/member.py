@@ -198,7 +198,7 @@ class InProcessMember(ABC):
         return LocalSession(self, prompt, params, seed, speculates)
 
     def blocked(self, *, alone: bool, ends_held: bool) -> torch.Tensor | None:
-        """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""
+        """Ids that it must not choose: without text, in a shared answer; at the end of a turn, with `ends_held`."""
         if alone:
             return self._stops if ends_held else None
         return self._banned_while_held if ends_held else self.banned_token_ids

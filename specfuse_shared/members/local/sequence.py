@@ -144,7 +144,7 @@ class SequenceState(ABC):
 
     `prompt`: its ids, later also the reasoning's; `prompt_remaining` counts those that are not in the cache yet.
     `answer`: the committed answer ids. Between rounds the cache holds `prompt + answer`, and after it tokens that may
-    come next (`TreeSequence.spare`). `computed_tokens` counts tokens that went through the model after the
+    come next. `computed_tokens` counts tokens that went through the model after the
     prompt, in `forwards` passes; `read_tokens` counts tokens of the prompt that did.
     """
 
@@ -471,11 +471,6 @@ class TreeSequence(SequenceState):
     def room(self) -> int:
         return self._row.room if self._row is not None else 0
 
-    @property
-    def spare(self) -> int:
-        """Number of tokens in the cache after the committed tokens."""
-        return self._row.used - self.length if self._row is not None else 0
-
     def commit(self, branch: Branch) -> None:
         if not self.keeps_speculative:
             super().commit(branch)
@@ -675,13 +670,13 @@ class RowSequence(SequenceState):
             run, missing = self._start(path)
             lead = self._committed(run.length, self._tree.trunks[path[0]]) if not run.nodes else []
             ids = lead + [self._tree.tokens[n] for n in missing]
-            rows = self._append(run, ids)[len(lead) :]
+            if ids:
+                self._logits.add(missing, self._append(run, ids)[len(lead) :].__getitem__)
+                self.computed_tokens += len(ids)
+                self.forwards += 1
             run.nodes = tuple(path)
             run.length += len(lead)
-            self._logits.add(missing, rows.__getitem__)
             self._runs[run.nodes] = run
-            self.computed_tokens += len(ids)
-            self.forwards += 1
 
     def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
         """The state to continue (the run of the path so far, or a copy of the nearest snapshot), and nodes to feed."""
@@ -689,8 +684,18 @@ class RowSequence(SequenceState):
         if before is not None:
             return before, [path[-1]]
         trunk = self._tree.trunks[path[0]]
-        nearest = max((s for s in self._snapshots if s.length <= trunk), key=lambda s: s.length)
-        return nearest.copy(), list(path)
+        before_trunk = [s for s in self._snapshots if s.length <= trunk]
+        if not before_trunk:
+            return self._start_again(path)
+        return max(before_trunk, key=lambda s: s.length).copy(), list(path)
+
+    def _start_again(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
+        """A new state of a prompt of one token, which is the path's first node."""
+        logits, cache = self.runner.new_cache([self._tree.tokens[path[0]]])
+        self._logits.add(path[:1], lambda _: logits)
+        self.computed_tokens += 1
+        self.forwards += 1
+        return _Snapshot(cache, 0, tuple(path[:1])), list(path[1:])
 
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         run = self._runs.get(tuple(self._path(branch)))
