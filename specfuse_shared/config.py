@@ -68,7 +68,7 @@ class MemberConfig(Settings):
     """The backend: "llama.cpp" (reads GGUF files directly; extra "llamacpp"), "transformers", or "auto": llama.cpp
     for quantised GGUF files if it is installed and no other setting needs transformers."""
     gpu_layers: int | None = None
-    """Layers that llama.cpp keeps on the GPU; unset: as many as fit, none with `device="cpu"`."""
+    """Layers that llama.cpp keeps on the GPU; unset: all, or none with `device="cpu"`."""
     threads: int | None = None
     """Threads of llama.cpp; unset: the member's share of the cores."""
     cache_tokens: int | None = None

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 Status = Literal["loading", "ok", "degraded", "failed"]
 """`degraded`: some members are lost, and the others answer. `failed`: loading did not work, or an engine broke."""
 LONGEST_RETRY = 60
+"""Seconds."""
 _SPREAD = (0.8, 1.2)
 _UNKNOWN_ANSWER_SECONDS = 1.0
-"""Of an answer, before any ended."""
-"""Seconds."""
+"""Seconds of an answer, before any ended."""
 
 
 class ModelsLoadingError(EngineBusyError):

@@ -258,9 +258,19 @@ class OllamaModel:
     size: int
 
 
+OLLAMA_SERVICE_STORE = "/usr/share/ollama/.ollama/models"
+"""Where Ollama's Linux service keeps its models."""
+
+
 def ollama_store() -> Path:
-    """$OLLAMA_MODELS, or the user's own store."""
-    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models").expanduser()
+    """$OLLAMA_MODELS, the user's own store, or that of Ollama's Linux service if the user has none."""
+    if named := os.environ.get("OLLAMA_MODELS"):
+        return Path(named).expanduser()
+    own = Path.home() / ".ollama" / "models"
+    # os.path, because a folder that this user may not read is none, and no error
+    if not os.path.isdir(own / "manifests") and os.path.isdir(os.path.join(OLLAMA_SERVICE_STORE, "manifests")):
+        return Path(OLLAMA_SERVICE_STORE)
+    return own
 
 
 def ollama_models() -> tuple[OllamaModel, ...]:
