@@ -505,9 +505,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote
     it, how each member scored it and its position in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of the
-    answer. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
-    `grammar` and `whole` (an answer that `max_tokens` cuts raises an error).
+    answer. Every call takes the fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …),
+    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
+    and `whole` (an answer that `max_tokens` cuts raises an error).
 
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
