@@ -367,7 +367,7 @@ class Lane(Protocol):
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes for answers on each device, after loading the weights. Lanes with equal names share the device."""
+        """Bytes for answers on each device, after loading the weights. Equal names of devices are one device."""
         ...
 
     def remember(self, limits: Mapping[str, int]) -> None:

@@ -1,8 +1,9 @@
 """Static execution: drafts and verifications as steps of fixed shape, which CUDA graphs replay.
 
 A step is one forward pass over cache rows of many answers. A verification is one step. A draft takes one step per
-token, except that its first token comes from logits that are there. Each chosen token is copied into the next step on
-the device, so that the host waits once, for all tokens of all answers. Tokens after EOS are computed, then discarded.
+token, except that its first token comes from logits of an earlier forward pass. Each chosen token is copied into the
+next step on the device, so that the host waits once, for all tokens of all answers. Tokens after EOS are computed, then
+discarded.
 
 - `StaticStep` feeds the first rows of each block that it needs, with the same number of tokens in each. That number is
   rounded up generously, so that few shapes occur. Everything it reads is in its own buffers. Rows that do not take
