@@ -5,7 +5,7 @@ This module translates between LangChain and the engine. It computes nothing its
 - Batches run one thread per input, as many as the engine answers concurrently. Ctrl-C cancels them.
 - Custom events report verified segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
 - A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
-- Structured output chooses the request that asks for a value and the parser that reads it.
+- Structured output binds a schema to the model, and parses the values.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Configs = RunnableConfig | Sequence[RunnableConfig] | None
 
 
 class EngineBatches(BaseChatModel):
-    """A chat model whose inputs of one batch are in the engine together; `max_concurrency` may allow fewer."""
+    """A chat model whose batches run as many inputs at once as the engine does; `max_concurrency` may allow fewer."""
 
     def batch(
         self,
@@ -166,7 +166,7 @@ class EngineBatches(BaseChatModel):
 
 
 SEGMENT_EVENT = "specfuse_segment"
-"""Name of the event; its data is the segment's record and the `text` that it added to the answer."""
+"""Name of the event. Its data is the segment's record, including the `text` that it added to the answer."""
 
 Version = Literal["v1", "v2", "v3"]
 Chunk = GenerationChunk | ChatGenerationChunk | None
@@ -187,7 +187,7 @@ class _SegmentEvents(BaseCallbackHandler):
 
 
 class _AsyncSegmentEvents(AsyncCallbackHandler):
-    """The same on an event loop."""
+    """`_SegmentEvents` on an event loop."""
 
     run_inline = True
 
@@ -250,7 +250,7 @@ class SegmentEvents(BaseChatModel):
     def stream_events(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
     ) -> Any:
-        config = self._told(config) if version == "v3" else config  # the others ask `stream`
+        config = self._told(config) if version == "v3" else config  # v1 and v2 call `stream`
         return super().stream_events(input, config, version=version, **kwargs)
 
     def astream_events(
@@ -260,9 +260,9 @@ class SegmentEvents(BaseChatModel):
         return super().astream_events(input, config, version=version, **kwargs)
 
     def _heard(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
-        """Who hears of the chunks of a call that is no stream: where streams are switched off, only `segment_events`.
+        """The callbacks that get the chunks of `invoke`. If streaming is disabled, only those of `segment_events` do.
 
-        LangGraph, for one, would show them as a stream.
+        Other callbacks, such as LangGraph's, would show the chunks as a stream.
         """
         by_tools = self.disable_streaming == "tool_calling" and bool(options.get("tools"))
         unasked = "stream" in options and not options["stream"]
@@ -301,7 +301,7 @@ class SegmentEvents(BaseChatModel):
 
 
 def _listens(callbacks: Callbacks) -> bool:
-    """Whether another handler already reports segments: LangChain builds a disabled stream from a call."""
+    """Whether a handler already reports segments: if streaming is disabled, `stream` passes it on to `invoke`."""
     handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
     return any(isinstance(handler, _OWN) for handler in handlers)
 
@@ -324,7 +324,7 @@ class InferredProfile(dict[str, Any]):
 
 
 class DescribedModel(EnsembleSettings, BaseChatModel):
-    """The part of the chat model that describes it.
+    """The part of the chat model that describes itself, to traces, profiles and `dumps`.
 
     `model_name` and `model` always return a name, as users of other chat models expect: that of the ensemble, or of the
     server's model if the user chose none.
@@ -349,7 +349,7 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         """The model as LangChain's `dumps` writes and `loads` reads it: without keys, engines and local paths.
 
         `loads` needs permission: `allowed_objects=[ChatSpecFuse]` and `valid_namespaces=[…]` with its package.
-        Local folders are named; they are found again in the same process.
+        A name replaces each local path. Only the same process can find the path again.
         """
         shown_kwargs = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
         named = {} if self.base_url and self._chosen_model is None else {"model_name": self._model_name()}
@@ -357,7 +357,7 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """`max_input_tokens` is the smallest member's. It may be unknown before `load`."""
+        """The model's profile. `max_input_tokens` is the smallest context; it may be unknown before `load`."""
         limit = self._context_limit()
         profile = ModelProfile(
             **({} if limit is None else {"max_input_tokens": limit}),
@@ -383,7 +383,7 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         return copied
 
     def load(self, on_progress: Any = None) -> Self:
-        """Load the members now, or ask the server for its model; `profile` has their sizes then.
+        """Load the members now, or ask the server for its model. Afterwards `profile` has its context size.
 
         Raises `MemberLoadError`.
         """
@@ -445,7 +445,7 @@ def _pydantic(schema: Schema) -> type[BaseModel] | None:
 
 
 def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnable[LanguageModelInput, Any]:
-    """The value, the message that contains it, and the error, if any, as a field."""
+    """A runnable that returns {"raw": message, "parsed": value, "parsing_error": error or None}."""
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     read = parsed.with_fallbacks([failed], exception_key="parsing_error")
@@ -456,7 +456,7 @@ def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnab
 
 
 def _cut(call: dict[str, Any]) -> dict[str, Any]:
-    """The beginning of a value that `max_tokens` cut; a parser might take it for the whole."""
+    """The result of a value that `max_tokens` cut. It is not parsed, because a parser might accept the beginning."""
     cut: UnfinishedValueError = call["cut"]
     usage = None if cut.usage is None else usage_metadata(cut.usage)
     raw = AIMessage(cut.text, response_metadata={"finish_reason": "length"}, usage_metadata=usage)
@@ -472,7 +472,7 @@ def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
 
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
-"""LangChain's standard parameters among them; a secret is not kept."""
+"""Options for an HTTP client, LangChain's standard parameters among them. A call ignores all but `extra_headers`."""
 _OF_A_CALL = (
     *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout", "whole"),
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
@@ -481,12 +481,12 @@ _OF_A_CALL = (
 
 
 _QUESTION = Message("user", "Why?")
-"""The turn that follows system messages that are counted alone."""
+"""The user turn that is added to count system messages alone. Its own tokens are subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One call: who answers what, and how its events are read."""
+    """One call: the engine, its arguments, and the builder of chunks from its events."""
 
     engine: Engine
     messages: list[Message]
@@ -505,9 +505,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote
     it, how each member scored it and its position in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of the
-    answer. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
-    `grammar` and `whole` (what `max_tokens` cuts is an error).
+    answer. Every call takes the fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …),
+    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
+    and `whole` (an answer that `max_tokens` cuts raises an error).
 
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
@@ -542,7 +542,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         if not isinstance(values, Mapping):
             return values
         values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
-        if isinstance(values.get("profile"), InferredProfile):  # of the model that this one is a copy of
+        if isinstance(values.get("profile"), InferredProfile):  # the profile of a model that this one copies
             del values["profile"]
         name = values.get("model", values.get("model_name"))
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):
@@ -580,7 +580,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        """LangChain passes a `run_manager` if it does not report each chunk to the callbacks itself."""
+        """With a `run_manager`, this method reports each chunk to the callbacks; without one, LangChain does."""
         with as_langchain():
             request = self._request(messages, stop, kwargs)
             events = request.engine.stream(request.messages, request.params, **request.options)
@@ -807,12 +807,12 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     def _most_at_once(self, options: Mapping[str, Any]) -> int:
         try:
             return self._at_once(_named(options))
-        except ConfigError:  # each input says so for itself
+        except ConfigError:  # every input raises this error by itself
             return 1
 
 
 def _named(options: Mapping[str, Any]) -> str | None:
-    """The ensemble that a call asks for."""
+    """The ensemble that a call names, if any."""
     return options.get("model") or options.get("model_name")
 
 

@@ -2,9 +2,10 @@
 
 This module translates between LlamaIndex and the engine. It computes nothing itself.
 
-Closing a stream stops the compute. LlamaIndex wraps a stream to report its end. When the wrapper is closed early, it
-reports the exception that closes it and leaves the stream to the garbage collector. A handler that keeps the
-exception would keep the stream alive, and members would generate up to `max_tokens` for no reader.
+Closing a stream stops the members. LlamaIndex wraps a stream to report its end. If the wrapper is closed early, it
+reports the exception that closes it and leaves the inner stream to the garbage collector. A handler that keeps the
+exception would keep that stream alive, and members would generate up to `max_tokens` for no reader. So each endpoint
+closes its own source (`closes_source`).
 
 Structured prediction: members see the fields of the class and draft under its grammar, so the output is valid JSON.
 """
@@ -68,14 +69,14 @@ _sources: ContextVar[list[Any] | None] = ContextVar("specfuse_sources", default=
 
 
 def source(stream: Source) -> Source:
-    """Mark what computes, in the body of an endpoint below; elsewhere it changes nothing."""
+    """Mark a stream as the source of the endpoint that is being called; without such an endpoint, it has no effect."""
     if (sources := _sources.get()) is not None:
         sources.append(stream)
     return stream
 
 
 def closes_source(endpoint: Callable[..., Any]) -> Callable[..., Generator[Any, None, None]]:
-    """A streaming endpoint whose stream closes its source with itself."""
+    """A decorator of a streaming endpoint: closing its stream also closes the `source`."""
 
     @wraps(endpoint)
     def call(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
@@ -121,7 +122,7 @@ def acloses_source(
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
-"""Options for a program that calls functions. A value under a grammar does not use them."""
+"""Options for a program that calls functions. Structured prediction under a grammar ignores them."""
 
 
 def _as_grammar(value: Any) -> Grammar | None:
@@ -137,11 +138,11 @@ GrammarField = Annotated[
     PlainValidator(_as_grammar),
     PlainSerializer(lambda value: value and asdict(value)),
 ]
-"""A grammar as a setting, which a dictionary of the LLM holds as plain JSON."""
+"""A grammar as a field. `to_dict` writes it as plain JSON."""
 
 
 class StructuredPrediction(LLM):
-    """The four structured predicts of an LLM whose chats take a `grammar`.
+    """The four methods for structured prediction of an LLM whose chats take a `grammar`.
 
     `pydantic_program_mode="llm"` keeps LlamaIndex's own way: a prompt and a parser, no grammar.
     """
@@ -225,7 +226,7 @@ class StructuredPrediction(LLM):
         llm_kwargs: Mapping[str, Any] | None,
         prompt_args: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The arguments of the chat that writes the value."""
+        """The arguments of the chat whose answer is the value."""
         options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
         grammar, spec = value_of(output_cls.model_json_schema(), strict=False)
@@ -234,14 +235,14 @@ class StructuredPrediction(LLM):
 
 
 class _Growing:
-    """Reads a value from the beginning of its JSON."""
+    """Reads a value while its JSON grows."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls
         self._partial_cls = create_flexible_model(output_cls)
 
     def take(self, response: ChatResponse) -> Any:
-        """An instance of the class if the value is one already, else of a class whose fields are all optional."""
+        """An instance of the class if the value is already valid, else of a class whose fields are all optional."""
         text = response.message.content or ""
         value = from_json(text, allow_partial="trailing-strings") if text else {}
         try:
@@ -276,9 +277,9 @@ class _Call:
     use: ToolUse
     timeout: float | None
     whole: Whole = "none"
-    """The kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it."""
+    """The part that must be complete: `UnfinishedValueError` is raised if `max_tokens` cuts it."""
     may_close: bool = False
-    """Not where brackets and quotes are enough to close it."""
+    """Except if brackets and quotes were enough to close it."""
     headers: Mapping[str, str] | None = None
 
     @property
@@ -306,22 +307,22 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
     scored it, its place in the answer, and the other candidates. LlamaIndex's dispatcher gets the same as
-    `SpecFuseSegmentEvent`s, and `on_segment` gets it as a function. The last response adds no text: it carries
+    `SpecFuseSegmentEvent`s; the function `on_segment` is called with it. The last response adds no text: it carries
     `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
     `complete` and `chat` return. Every call takes the sampling settings, `grammar`, `logprobs`, `timeout`, `tools`,
-    `tool_choice`, `parallel_tool_calls` and `whole` (text that `max_tokens` cuts is an error). A completion is one user
-    turn in each member's own template. Text only.
+    `tool_choice`, `parallel_tool_calls` and `whole` (an answer that `max_tokens` cuts raises an error). A completion is
+    one user turn in each member's own template. Text only.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a known tool and fits its
     schema, every prediction is an instance of its class. Calls are never streamed as text; a response holds the calls
-    that are complete. A call that `max_tokens` cut is left out; an agent learns of it and calls again. A cut
+    that are complete. A call that `max_tokens` cut is left out; an agent is told so and can call again. A cut
     prediction, or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
 
-    Raises `ConfigError` if the smallest member's context is too small for LlamaIndex's prompts. `max_tokens` above what
-    they leave is cut to that.
+    Raises `ConfigError` if the smallest context is too small for LlamaIndex's prompts. `metadata.num_output` never
+    exceeds what they leave of it.
     """
 
     context_window: int | None = Field(default=None, gt=0)
@@ -343,7 +344,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return {**payload, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Plain JSON that `from_dict` reads, without keys and local paths; a folder is found in this process only."""
+        """Plain JSON that `from_dict` reads, without keys and local paths. Only this process finds the paths again."""
         data = super().to_dict(**kwargs)
         data.pop("model_name", None)
         return data if self.base_url and self._chosen_model is None else {**data, "model": self.model}
@@ -370,8 +371,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        """Asks no server: where one answers, its model is known when the sizes are read."""
-        self._call({})  # names what no call takes
+        """Asks no server: a server's context size is checked on the first read of `metadata`."""
+        self._call({})  # raises for options that no call takes
         self._check_capacity()
         return self
 
@@ -394,7 +395,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
             remote.describe()
             self._check_capacity()
         longest, window = self._longest_output(), self._window()
-        if window is not None:  # a longer answer takes what its prompt leaves, as with every other way to ask
+        if window is not None:  # a longer answer gets what its prompt leaves
             longest = min(longest, window - PROMPT_RESERVE)
         return _TracedMetadata(
             **self._traced(),
@@ -407,12 +408,12 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @property
     def model(self) -> str:
-        """The members' names, as other LLMs say which model they are."""
+        """The members' names, or a server's model: other LLMs have this attribute, too."""
         return self._model_name()
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """Text to the token ids of the reference member, for `Settings.tokenizer`; reads no weights."""
+        """A function from text to token ids of the reference member, for `Settings.tokenizer`; reads no weights."""
         return self._token_ids
 
     # ── the eight endpoints ──────────────────────────────────────────────────────────────────────
@@ -466,7 +467,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return [Message("user", prompt if formatted or render is None else render(prompt))]
 
     def _turns(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        """Templates differ by member, so `messages_to_prompt` counts only if the user set one."""
+        """Members have templates of their own, so `messages_to_prompt` is used only if the user set it."""
         render = self.messages_to_prompt
         if render is None or render is generic_messages_to_prompt:
             return to_messages(messages)
@@ -483,7 +484,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return self.context_window or self._context_limit()
 
     def _call(self, overrides: Mapping[str, Any]) -> _Call:
-        """Settings of a call: its own override `additional_kwargs`, which override the fields."""
+        """Settings of a call. `overrides` win over `additional_kwargs`, which win over the fields."""
         options = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
         for name in {"model", "model_name"} & set(options):
             if (requested := options.pop(name)) != self.model:
@@ -500,7 +501,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return _Call(params, use, timeout, whole, requested == CLOSED, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
-        """The settings of a call for this conversation."""
+        """The settings of a call, with the stop strings that a ReAct conversation needs."""
         call = self._call(overrides)
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
@@ -510,14 +511,14 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         )
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
-        """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
+        """The steps of an answer. This call, not the first step, raises if the request cannot be served."""
         call = self._call_for(messages, overrides)
         with seen():
             events = self._resolve_engine(headers=call.headers).stream(messages, call.params, **call.options)
         return source(fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[AnswerStep, None]:
-        """`_pieces`, asynchronously. The engine works in its own threads and raises at the first piece."""
+        """`_pieces`, asynchronously. The engine works in its own threads and raises at the first step."""
         call = self._call_for(messages, overrides)
         events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)
         return source(afold(self._answer(call), events))

@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "llama.cpp", "transformers")
 CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
 OLLAMA = "ollama:"
-"""Begins the name of a model in Ollama's store."""
+"""The prefix of a name in Ollama's store of models."""
 _OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
 """Settings of llama.cpp alone."""
 _OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "trust_remote_code", "allow_pickle")
@@ -58,7 +58,8 @@ class MemberConfig(Settings):
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer, if it does not come with the model."""
     dtype: str = "auto"
-    """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
+    """"float32", "bfloat16" or "float16"; "auto": half precision if the device computes in it; on a CPU only for
+    weights stored in bfloat16."""
     device: str = "auto"
     """"auto" (any device with enough memory except MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
@@ -175,7 +176,7 @@ class MemberConfig(Settings):
         object.__setattr__(self, "resources", MappingProxyType(amounts))
 
     def _check_backend(self) -> None:
-        """The settings of an engine go with that engine."""
+        """Settings of one backend cannot be combined with the other backend."""
         check_choice("MemberConfig.backend", self.backend, BACKENDS)
         check_choice("MemberConfig.cache_type", self.cache_type, CACHE_TYPES)
         for name, minimum in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
@@ -196,16 +197,16 @@ class MemberConfig(Settings):
 
     @property
     def needs_transformers(self) -> list[str]:
-        """Settings that only transformers can follow."""
+        """The settings here that only transformers supports."""
         return self.set_of(_OF_TRANSFORMERS) + (["dtype"] if self.dtype not in ("auto", "float32") else [])
 
     @property
     def needs_llama_cpp(self) -> list[str]:
-        """Settings that only llama.cpp can follow."""
+        """The settings here that only llama.cpp supports."""
         return self.set_of(_OF_LLAMA_CPP)
 
     def _check_server(self) -> None:
-        """The settings of a server suit each other, and none of them would give its key away."""
+        """The settings of a server suit each other, and its key would not cross a network unencrypted."""
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             misplaced = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
@@ -230,14 +231,14 @@ class MemberConfig(Settings):
 
     @property
     def label(self) -> str:
-        """The name in records and events: `name`, else the last part of `model` without its file ending."""
+        """The name in records and events: `name`, else the last part of `model` without ".gguf" or "ollama:"."""
         if self.name or self.model.startswith(OLLAMA):
             return self.name or self.model.removeprefix(OLLAMA)
         return Path(self.model).name.removesuffix(".gguf") or self.model
 
 
 def as_member(member: MemberConfig | str | Path) -> MemberConfig:
-    """A member as a configuration names it. Raises `ConfigError`."""
+    """A `MemberConfig`, also from a model's name or path alone. Raises `ConfigError`."""
     if isinstance(member, MemberConfig):
         return member
     if isinstance(member, (str, Path)):
@@ -246,7 +247,7 @@ def as_member(member: MemberConfig | str | Path) -> MemberConfig:
 
 
 def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
-    """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
+    """Number equal labels that the user did not choose: the same model may appear twice."""
     chosen = [m.name for m in members if m.name]
     twice = sorted({name for name in chosen if chosen.count(name) > 1})
     check(not twice, f"two members are named {twice[:1]}: give each its own name")
@@ -268,7 +269,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _at_home(path: str) -> str:
-    """A path whose "~" is a home folder. Raises `ConfigError` if no such user exists."""
+    """The path with "~" replaced by the home folder. Raises `ConfigError` if no such user exists."""
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
@@ -297,9 +298,9 @@ EXITS = (*get_args(policies.Temperature), "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "paged", "dynamic")
 DEMO: Final = "demo"
-"""The name of the demo's members as a whole. It is not a model."""
+"""The name for both members of the demo together. It is not a model."""
 _WHOLE = 4.0
-"""How much clearer an early lead has to be where candidates are better compared as wholes."""
+"""Factor on `EnsembleConfig.early_margin` where candidates are better compared in full."""
 RUNTIMES = ("local", "ray")
 SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -352,9 +353,9 @@ class EnsembleConfig(Settings):
     the first words later."""
     early_margin: float = 3.0
     """Streams first words early. Candidates of a first segment are compared once `segment_tokens` tokens are drafted,
-    at twice that number, and so on. Text that all candidates share by then is streamed. A candidate is also streamed
-    if its vote is this many times every other vote. The factor is four times as high if only one of the candidates has
-    ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished
+    at twice that number, and so on. If all drafts are equal by then, they are streamed. A candidate is also streamed
+    if its vote is this many times every other vote. The factor is four times as high if only some of the candidates
+    have ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished
     drafts."""
     score: str | ScorePolicy = "stretch"
     """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability of the length that all
@@ -392,8 +393,8 @@ class EnsembleConfig(Settings):
     answer of several members ends (`FinishReason.REPETITION`)."""
     round_seconds: float | None = None
     """Deadline of a round in seconds. Late members miss the round and return once they have answered. Members that
-    share a lane (a device of this machine) are late together; members behind servers, on Ray or on other devices are
-    late individually. None: wait for all members."""
+    share a lane (a device of this machine, or a share of its CPU cores) are late together. Members behind servers, on
+    Ray or on other devices are late individually. None: wait for all members."""
     round_grace: float = 0.25
     """With `round_seconds`: seconds after the first response in which no member counts as late."""
     late_rounds: int = 8
@@ -412,18 +413,18 @@ class EnsembleConfig(Settings):
     cache_bytes: int | None = None
     """Bytes for caches and logits on each device; if unset, a share of what is free after the weights are loaded."""
     reuse_prefixes: bool = True
-    """Keep an eighth of that memory for prompts that begin like earlier ones."""
+    """Reserve an eighth of the memory for caches, so that prompts that begin like earlier ones reuse theirs."""
     execution: str = "auto"
     """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
-    token by token; "auto" is static on a GPU, else dynamic. "paged" packs the tokens of all answers into steps over
-    pages, whose shape is their number of tokens; no GPU has measured it yet. Members that cannot run such steps stay
-    dynamic."""
+    token by token; "auto" is static on a GPU, else dynamic. "paged" packs the tokens of all answers, prompts
+    included, into forward passes over a paged cache; the shape of such a pass is its number of tokens. It has not been
+    measured on a GPU yet. Members that cannot run static or paged steps stay dynamic."""
     speculation: str = "auto"
     """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
     passes and changes no answer. "off": every drafted token takes one forward pass."""
     runtime: str = "local"
-    """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
-    has `MemberConfig.resources`. Members behind servers stay there."""
+    """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster that has its
+    `MemberConfig.resources` (extra "ray"). Members behind servers stay there."""
     ray_address: str | None = None
     """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's default if unset."""
 
@@ -549,7 +550,7 @@ class EnsembleConfig(Settings):
         return replace(self, members=members, reference=self.reference if self.reference in names else None)
 
     def looks(self, limit: int) -> tuple[int, ...]:
-        """After how many tokens of drafts of up to `limit` tokens candidates are compared; the last is the limit."""
+        """Numbers of drafted tokens at which candidates are compared; the last one is `limit`."""
         early, count = [], self.segment_tokens
         while self.early_margin and count < limit:
             early.append(count)
@@ -574,7 +575,7 @@ class EnsembleConfig(Settings):
 
     @property
     def most_tried(self) -> int:
-        """Tokens of one member's candidates in a round, at most: where it ends differently at each look."""
+        """The most candidate tokens of one member in a round, if its draft differs at each of the `looks`."""
         return sum(self.looks(self.longest_segment))
 
     @property
@@ -614,7 +615,7 @@ class EnsembleConfig(Settings):
 
 
 def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:
-    """A configuration, or one of these members with these settings. Raises `ConfigError`."""
+    """The configuration given, or one made of members and settings. Raises `ConfigError`."""
     if isinstance(config, EnsembleConfig):
         check(not settings, f"settings {sorted(settings)} go with members; an EnsembleConfig has its own")
         return config
@@ -649,15 +650,15 @@ class SamplingParams(Settings):
     """Members and the repetition guard cannot end the answer before it has this many tokens of the reference member;
     stop strings can. Cannot be combined with a grammar or tools, which decide when an answer is complete."""
     ignore_eos: bool = False
-    """The answer continues to `max_tokens`, a stop string or the end of all contexts. Cannot be combined with a
-    grammar or tools."""
+    """Members cannot end the answer: it continues to `max_tokens`, a stop string, or until all contexts are full.
+    Cannot be combined with a grammar or tools."""
     grammar: Grammar | None = None
-    """The grammar of the answer. The answer is complete and valid, or `UnfinishedValueError` is raised because
-    `max_tokens` was too small. With tools, an answer is calls or a value."""
+    """The grammar of the answer. The answer is complete and valid, or `UnfinishedValueError` is raised, mostly because
+    `max_tokens` was too small. With tools, an answer is either calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
     top_logprobs: int = 0
-    """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
+    """With `logprobs`: also report this many of the most probable tokens at each position, at most 20."""
     max_thinking_tokens: int = 1024
     """Maximum tokens of a member's reasoning (`MemberConfig.thinking`), in its own tokens."""
 

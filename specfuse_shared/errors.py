@@ -21,7 +21,7 @@
     ├── GenerationError          a running answer failed; has the text so far
     │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
     │   └── UnfinishedValueError  it ended before its value was complete (also a ValueError)
-    └── EngineClosedError        the engine was closed
+    └── EngineClosedError        the engine was closed or broke, or no server answers
 
 All of them can be pickled.
 """
@@ -39,9 +39,9 @@ def install_command(extra: str) -> str:
 class SpecFuseError(Exception):
     """Base class of the errors of this package.
 
-    Every error can be pickled: a process pool hangs on one that cannot. `shared` names the attributes, and `public` is
-    the message, that a server sends to its clients. `param`: the field of the request that it is about, where a server
-    knows it.
+    Every error can be pickled, because a process pool hangs on one that cannot. A server sends two things to its
+    clients: the attributes named in `shared`, and the message `public`. `param`: the field of the request that the
+    error is about, if a server knows it.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
@@ -63,7 +63,7 @@ class ConfigError(SpecFuseError, ValueError):
 class GrammarError(ConfigError):
     """A grammar is malformed, or uses a keyword that no grammar can enforce.
 
-    `tool`: the name of the tool whose schema it is, `field`: where in the schema ("properties.day.pattern"), if known.
+    `tool`: the tool whose schema it is about; `field`: the place in the schema ("properties.day.pattern"); if known.
     """
 
     shared = ("tool", "field")
@@ -98,7 +98,7 @@ class MemberLoadError(SpecFuseError):
 
 
 class PlacementError(MemberLoadError):
-    """The members do not fit on the devices. The message states their needs and possible remedies."""
+    """The members do not fit on the devices, or name one that is missing. The message states needs and remedies."""
 
 
 class UnsupportedModelError(MemberLoadError):
@@ -106,7 +106,7 @@ class UnsupportedModelError(MemberLoadError):
 
 
 class ServerError(MemberLoadError):
-    """A member's server cannot be used, or refused a request. During an answer, the member leaves because of it."""
+    """A member's server cannot be used, or refused a request. During an answer, the member then leaves the answer."""
 
 
 class ServerUnreachableError(ServerError):
@@ -122,13 +122,13 @@ class ServerModelError(ServerError):
 
 
 class ServerSettingsError(ServerError):
-    """A member's server runs without its prefix cache, or does not return the model's own log-probabilities."""
+    """A member cannot use its server's settings, for example no prefix cache, or log-probabilities that are not raw."""
 
 
 class RequestError(SpecFuseError):
     """This request is refused or impossible; other requests are not affected.
 
-    It is not a `ValueError`, because frameworks treat those as a bad model output and continue without an answer.
+    It is not a `ValueError`: frameworks treat those as bad output of the model, and continue without an answer.
     """
 
 
@@ -158,7 +158,7 @@ class ValueTooLongError(RequestError, ValueError):
 class GenerationError(SpecFuseError):
     """A running answer failed. `text` is the answer so far; `member` is the member that failed, or None.
 
-    `public`: the message for clients of a server, if `message` quotes an error of another library.
+    `public`: the message for clients of a server, where `message` quotes an error of another library.
     """
 
     shared = ("member", "text")
@@ -175,7 +175,7 @@ class GenerationError(SpecFuseError):
 
 
 class UnfinishedValueError(GenerationError, ValueError):
-    """An answer under a grammar reached its limit before its value was complete. `text` is the beginning.
+    """An answer under a grammar ended before its value was complete, mostly at `max_tokens`. `text` is the beginning.
 
     `usage`: the `Usage` of that answer, None where it is not known.
     """
@@ -204,7 +204,10 @@ class EngineBusyError(SpecFuseError):
 
 
 class EngineClosedError(SpecFuseError):
-    """The engine was used after `close()`, or was closed while it answered. `text` is the answer so far."""
+    """The engine was used after `close()` or a fork, was closed or broke while it answered, or no server answers.
+
+    `text` is the answer so far.
+    """
 
     shared = ("text",)
 
@@ -221,7 +224,7 @@ class EngineClosedError(SpecFuseError):
 
 
 def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, Any]) -> SpecFuseError:
-    """An error in its original state, independent of its constructor's arguments."""
+    """An unpickled error in its original state, whatever arguments its constructor takes."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)
@@ -233,7 +236,7 @@ class MemberFailedWarning(RuntimeWarning):
 
 
 class ClosedValueWarning(RuntimeWarning):
-    """A value went in a loop or reached `max_tokens`, and was closed where it was: it may miss something."""
+    """A value repeated itself or reached `max_tokens`, and was closed at that point: it may be incomplete."""
 
 
 class SlowVerificationWarning(RuntimeWarning):
@@ -241,4 +244,4 @@ class SlowVerificationWarning(RuntimeWarning):
 
 
 class MissingTemplateWarning(RuntimeWarning):
-    """A model of Ollama's store has no chat template in its file, so its prompts are plain text."""
+    """A model in Ollama's store has no chat template in its file, so its prompts are plain text."""

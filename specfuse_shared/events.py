@@ -1,6 +1,6 @@
 """The typed events of one answer: start, reasoning, segments, exits and warnings, finish.
 
-Also its result: the record, and the report drawn from it.
+Also the result of an answer: its record, and the HTML report made from it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EnsembleResult(AnswerRecord):
         return document(self, title)
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, as an element with isolated styles."""
+        """The report for a notebook, as an element with isolated styles."""
         from specfuse_shared.report.html import fragment
 
         return fragment(self)
@@ -67,7 +67,10 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class StartEvent:
-    """The request was accepted and its prompt is in every member's cache."""
+    """The request was accepted, and its prompt is in the cache of every member that is not late.
+
+    `prompt_tokens`: its length in the reference member.
+    """
 
     members: tuple[str, ...]
     prompt_tokens: int
@@ -85,10 +88,10 @@ class ThinkingEvent:
 class SegmentEvent:
     """Verified text, as soon as it can be shown.
 
-    `text` may lag a few characters after `record.text`: characters that could become a stop string or are
+    `text` may lag a few characters behind `record.text`: those that could become a stop string or are
     incomplete. `start` and `end` are its character offsets in the final answer. `record` is None for text
-    that was held back and is released at the end. `logprobs`: of the tokens that end in this text, with
-    `SamplingParams.logprobs`, while the reference member takes part.
+    that was held back and is released at the end. `logprobs`: with `SamplingParams.logprobs`, those of the
+    tokens that end in this text. Once the reference member has left, the last text has all that are missing.
     """
 
     text: str
@@ -117,7 +120,7 @@ class WarningEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The last event: the whole result."""
+    """The last event, with the whole result."""
 
     result: EnsembleResult
 

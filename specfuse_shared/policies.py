@@ -27,8 +27,8 @@ Unit = Literal["token", "byte"]
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: verifier j's value for candidate i."""
 ROUNDING = 0.3
-"""Nats by which half precision may change a log-probability. A number further above 0 is not one, and two ways to
-compute the same one differ by less."""
+"""Nats by which half precision may change a log-probability. A number further above 0 is no log-probability. Two ways
+to compute the same one differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class CandidateLogprobs:
     """One candidate of a round as one verifier sees it, in the verifier's own tokens.
 
     `logprobs`: natural log p of each token. `token_bytes`: UTF-8 bytes of each token (≥ 1). The tokens end where
-    `text` ends. They may begin before it, in the answer, if the encodings do not join there. For a candidate that
-    `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its beginning that open a
-    tool call; 0 for text.
+    `text` ends. They may begin before it, in the answer, where it changes how the end of the answer is encoded.
+    For a candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
+    beginning that open a tool call; 0 for text.
     """
 
     text: str
@@ -59,7 +59,7 @@ class ScorePolicy(Protocol):
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         """Gets at least one candidate, each with at least one token, no two with equal text and end.
 
-        Called again in the same round for the candidates that are left, while there are two.
+        Called again in the same round for the candidates that are left, as long as there are at least two.
         """
         ...
 
@@ -87,7 +87,7 @@ class FeedbackPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExitDecision:
-    """Retention probability of each active member, none where it decides nothing; the indices of those that leave."""
+    """The retention probability of each active member (empty if the policy computes none), and who leaves, by index."""
 
     retention: tuple[float, ...]
     leavers: tuple[int, ...]
@@ -97,7 +97,7 @@ class ExitPolicy(Protocol):
     """Decides after a verified round which members leave the answer."""
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
-        """`totals[i]` = Σ over rounds of member i's aggregate score. Must leave at least one member."""
+        """`totals[i]` = Σ over rounds of member i's aggregate score. At least one member has to stay."""
         ...
 
 
@@ -193,8 +193,8 @@ def rewards(scores: Matrix, second: float | None = None) -> list[float]:
 class OnlineFeedback:
     """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
 
-    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Other than in the paper,
-    verifiers to which two candidates are unthinkable do not compare them.
+    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Except with
+    `paper`, verifiers do not compare two candidates that are both implausible to them (`SECOND`).
     """
 
     schedule: Schedule = "constant"
@@ -217,7 +217,8 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 _SIZE_POWER = 1.5
-"""By parameters alone, two members may outvote one that is far better; by their square, the largest decides alone."""
+"""Exponent of a member's parameters. With 1, two members may outvote one that is far better. With 2, the largest
+decides alone."""
 
 
 def first_weights(configured: Sequence[float], sizes: Sequence[int], by_size: bool) -> list[float]:
@@ -241,10 +242,10 @@ def never(totals: Sequence[float], round_index: int) -> ExitDecision:
 class RetentionExit:
     """SpecFuse exit, reconstructed: p = softmax(Q/τ); a member with p_i < δ = threshold/n leaves.
 
-    `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in (0, 1] and q = ΣQ/(n·t) the mean score of a round:
+    `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in [0, 1] and q = ΣQ/(n·t) the mean score of a round:
     √t because Q grows with t, H so that close races stay soft and clear ones sharpen, q so that only ratios of
     scores matter. Without q, small models (scores about 0.2) would hardly ever leave. `fixed`: τ = 1. n counts the
-    members still active; the best one always stays.
+    members still active; the best `min_active` of them always stay.
     """
 
     temperature: Temperature = "entropy"
@@ -366,7 +367,7 @@ def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | No
 
 
 def log_beginning(candidate: CandidateLogprobs, reach: int, per: Unit = "token") -> tuple[float, int]:
-    """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
+    """log p of the first `reach` bytes, and the byte of the candidate at which the counted tokens end."""
     count = len(candidate.logprobs) - candidate.ends
     # an encoding may reach back into the answer: bytes before the candidate have negative positions
     at, beginnings = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
@@ -380,7 +381,7 @@ def log_beginning(candidate: CandidateLogprobs, reach: int, per: Unit = "token")
 
 
 def mean_after(candidate: CandidateLogprobs, size: int) -> float:
-    """Geometric mean probability a token after the first `size` bytes, the end of the turn included.
+    """Geometric mean probability per token after the first `size` bytes, the end of the turn included.
 
     1 where no token begins there; 0 for a candidate without log-probabilities.
     """
@@ -393,7 +394,7 @@ def mean_after(candidate: CandidateLogprobs, size: int) -> float:
 
 
 def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
-    """Whether the candidate begins with the text of one that ends there, and does not end there."""
+    """Whether the candidate continues after the text of `ending`, which ends the turn."""
     return candidate.text.startswith(ending.text) and (not candidate.ends or candidate.text != ending.text)
 
 
@@ -425,8 +426,8 @@ class Electorate:
     """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies.
 
     `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote among them,
-    because the text it would have written without the grammar is no option (on ARC, a strong member else loses to
-    weak ones).
+    because the text it would have written without the grammar is no option. (Otherwise, on ARC, a strong member loses
+    to weak ones.)
     """
 
     score: ScorePolicy
@@ -441,9 +442,9 @@ class Electorate:
 
         `drafters[i]`: the verifiers that wrote candidate i. The candidate with the lowest vote leaves, and the rest
         are compared again without it, until one is left. So no candidate loses because a third one was short.
-        `scores` and `votes` are from the first comparison of all candidates. Those that are `barred` get no vote, and
-        lose against any other plausible one if three or more vote. The aggregate's `outsiders` are neither candidates
-        nor voters.
+        `scores` and `votes` are from the first comparison of all candidates. Candidates that are `barred` get no vote.
+        They lose against every other candidate; with three or more voters, only against plausible ones. The
+        aggregate's `outsiders` are neither candidates nor voters.
         """
         scores, votes = compared = self._compare(range(len(barred)), table, drafters)
         if outsiders := self._outsiders(scores, drafters):
@@ -458,7 +459,7 @@ class Electorate:
         drafters: Sequence[Sequence[int]],
         barred: Sequence[bool],
     ) -> int:
-        """Which candidate is left when one after another has gone."""
+        """Which candidate is left after the others have been removed one by one."""
         votes = compared[1]
         threshold = max(votes) / SECOND if len(table) > 2 else 0.0
         standing_candidates = (
@@ -533,7 +534,7 @@ class Electorate:
         return scores, self.aggregate(scores, self.weights, [drafters[i] for i in indices])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
-        """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities.
+        """One verifier's scores. A candidate has 0 if its log-probabilities are missing or above 0 (beyond `ROUNDING`).
 
         While both tool calls and text are candidates, only the choice between the two counts.
         """

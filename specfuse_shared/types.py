@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` was reached, or no member had context left."""
     REPETITION = "repetition"
-    """The ensemble could only say the same again, or did so within a value that was closed there
+    """All candidates repeated the answer, or a value repeated itself and was closed after the first occurrence
     (`EnsembleConfig.repetition_guard`)."""
 
 
@@ -69,9 +69,9 @@ class Usage:
 class Candidate:
     """One member's draft of the next segment, as it was judged.
 
-    `drafters`: the members that wrote this very text, best placed first. `ends`: it ends the answer.
-    `scores`: verifier name → score in [0, 1], empty if nothing had to be verified. `score`: the aggregate, 0 if it
-    `repeats` the answer (the repetition guard).
+    `drafters`: the members that wrote exactly this text, in the order of the configuration. `ends`: it ends the
+    answer. `tokens`: tokens that the first of them sampled. `scores`: verifier name → score in [0, 1], empty if nothing
+    had to be verified. `score`: the vote, 0 if it `repeats` the answer (the repetition guard).
     """
 
     text: str
@@ -117,7 +117,7 @@ class MemberFault:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """One of the most probable tokens in a place: its text, natural log p, and its UTF-8 bytes."""
+    """One of the most probable tokens at a position: its text, natural log p, and its UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -129,7 +129,7 @@ class TokenLogprob:
     """A token of the answer in the reference member's encoding: its text, natural log p, and its UTF-8 bytes.
 
     `token` holds U+FFFD where a character is spread over several tokens; `bytes` are exact. `top`: the most probable
-    tokens in its place, as many as `SamplingParams.top_logprobs` asked for, the most probable first.
+    tokens at its position, as many as `SamplingParams.top_logprobs` asked for, the most probable first.
     """
 
     token: str
@@ -140,7 +140,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """Seconds spent in the stages of one round. `draft`: members commit the segment before with their drafts."""
+    """Seconds spent in the stages of one round. `draft` includes the commit of the previous segment."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -167,7 +167,7 @@ class MemberAbsence:
 class RoundRecord:
     """The record of one round.
 
-    `text`: the winner's segment as it became context. `start`, `end`: its character offsets in the generated text
+    `text`: the winner's segment as members commit it. `start`, `end`: its character offsets in the generated text
     (before a stop string or `max_tokens` cut it). `weights`: the verifiers' weights in this round. `retention`: the
     exit policy's probabilities after it; empty if it did not run. `verified`: False if all members agreed or only one
     was left. `leader`: the member that drafted first, if one did (`EnsembleConfig.speculation`). `active`: the members
@@ -251,17 +251,17 @@ class AnswerRecord:
 
     @property
     def differences(self) -> tuple[MemberDifference, ...]:
-        """Where members would have written other words, the most important first; computed from the rounds each time
-        it is asked for."""
+        """Where members would have written other words, the most important first. Every access computes it from the
+        rounds."""
         return differences_among(self.rounds, self.text)
 
     @property
     def fields(self) -> tuple[FieldAgreement, ...]:
-        """How far members agree on each field of the JSON in the text, calls of tools among it; () without any."""
+        """How far members agree on each field of the JSON in the text, tool calls included; () without JSON."""
         return fields_among(self.rounds, self.text)
 
     def to_dict(self, *, rounds: bool = True) -> dict[str, Any]:
-        """JSON-safe form of the whole result. `rounds=False`: their number in their place."""
+        """JSON-safe form of the whole result. `rounds=False`: the number of rounds instead of their records."""
         data = asdict(self if rounds else replace(self, rounds=()))
         agreement = self.agreement
         if not rounds:
@@ -296,13 +296,13 @@ class MemberReport:
     `memory_bytes`: bytes of its weights. `device`: its device, or several joined by "+". `verification`: "packed"
     (all candidates in one forward pass), "rows" (one forward pass per candidate), or, at a server, "tokens" (one
     request per candidate that is not its own, using its prefix cache), "prefixes" (one request with every prefix of
-    the candidates) or "prompt" (the context is read again each round). `advice`: how to make it cheaper.
+    the candidates) or "prompt" (the context is read again each round). `advice`: how to make verification cheaper.
     `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward, or between a server's
     two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
     "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
-    `context`: token limit, None if the model states none. `backend`: the engine that runs it; `why`: the reason for
-    that engine. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as
-    they came ("dynamic"); empty if another engine runs it.
+    `context`: token limit, None if the model states none. `backend`: what runs it; `why`: the reason for
+    that backend. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or in
+    the shape that the tokens have ("dynamic"); empty with other backends than transformers.
     """
 
     name: str

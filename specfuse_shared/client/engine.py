@@ -1,8 +1,8 @@
 """An engine that talks to `specfuse-llm serve`: the same events, errors and counts as a local one, over HTTP.
 
-- Connections: one client for threads, and one for each event loop, which ends with its loop.
-- Events: a server's response, read back as events; needs httpx.
-- Retries: only if the server did not respond or was busy, never once an answer has begun.
+- Connections: one httpx client for all threads, and one for each event loop, closed with its loop.
+- Events: a server's response, read back as events.
+- Retries: only if the server did not respond, was busy or failed (a status of 5xx), never once an answer has begun.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ REQUEST_SECONDS = 60.0
 """Maximum silence of a server in any request but an answer's."""
 _NAME, _VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\x20-\x7e]*")
 _OWN = ("authorization", "accept-encoding", "connection", "content-length", "content-type", "transfer-encoding")
-"""Headers that a request has by itself."""
+"""Headers that the client sets itself."""
 
 
 def checked_headers(what: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """A user's headers. Raises `ConfigError`, which repeats no value, for an invalid header."""
+    """A user's headers, checked. Raises `ConfigError` for an invalid one; the message never contains a value."""
     if not isinstance(headers or {}, Mapping):
         raise ConfigError(f'{what} must be names and values, such as {{"X-Team": "blue"}}')
     for name, value in (headers or {}).items():
@@ -81,7 +81,7 @@ Loops = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, As
 
 
 class Connections:
-    """What is kept between requests to one server. Any number of threads and event loops may ask at once."""
+    """The connections to one server, kept between requests, for any number of threads and event loops at once."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str | bytes]) -> None:
         self._base_url = base_url
@@ -92,7 +92,7 @@ class Connections:
         self._process = os.getpid()
 
     def client(self) -> httpx.Client:
-        """For the threads of this process."""
+        """The client for the threads of this process."""
         with self._lock:
             self._check_process()
             if self._client is None:
@@ -101,7 +101,7 @@ class Connections:
             return self._client
 
     async def of_loop(self) -> httpx.AsyncClient:
-        """For the running event loop, which closes it when it ends: it closes its asynchronous generators."""
+        """The client of the running event loop, which closes it at its end, with its asynchronous generators."""
         loop, begun = asyncio.get_running_loop(), None
         with self._lock:
             self._check_process()
@@ -117,7 +117,7 @@ class Connections:
         return client
 
     def close(self) -> None:
-        """Let the connections go; the next request makes new ones."""
+        """Close the connections; the next request makes new ones."""
         with self._lock:
             client = self._client
             self._forget()
@@ -151,11 +151,12 @@ async def _closes(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
 
 _DATA, _DONE = "data: ", "[DONE]"
 END_SECONDS = 1.0
-"""How long the end of a response may take whose answer is there; only one that was read to it leaves its connection."""
+"""Seconds to read what follows an answer in its response. A connection can only be used again if its response was read
+to the end."""
 
 
 class _Lines:
-    """Lines of a response. Line feeds alone end one: httpx also splits at U+2028, which texts may hold."""
+    """Splits a response into lines, at line feeds alone: httpx also splits at U+2028, which texts may contain."""
 
     def __init__(self) -> None:
         self._begun: list[bytes] = []
@@ -184,9 +185,9 @@ async def _alines(response: Response) -> AsyncGenerator[str, None]:
 
 
 class RemoteStream(Iterator[Event]):
-    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
+    """The events of one answer. Closing or dropping it stops the answer, even if it was never iterated.
 
-    `kept`: an object whose deletion would close the response's connection.
+    `owner`: an object to keep alive, because its deletion would close the response's connection.
     """
 
     def __init__(self, response: Response, owner: object = None) -> None:
@@ -224,7 +225,7 @@ class RemoteStream(Iterator[Event]):
 
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
-    """The same on an event loop."""
+    """The events of one answer, on an event loop."""
     read, lines = _EventReader(), _alines(response)
     try:
         async for line in lines:
@@ -245,7 +246,7 @@ async def events_of(response: Response) -> AsyncGenerator[Event, None]:
 
 @contextmanager
 def understood(server: str) -> Iterator[None]:
-    """Raises `SpecFuseError` where what a server sends has another form than SpecFuse's."""
+    """Raises `SpecFuseError` if what the server sent does not have SpecFuse's format."""
     try:
         yield
     except SpecFuseError:
@@ -257,14 +258,14 @@ def understood(server: str) -> Iterator[None]:
 
 
 class _EventReader:
-    """Reads lines of server-sent events, and knows the text so far."""
+    """Reads lines of server-sent events, and keeps the text of the answer so far."""
 
     def __init__(self) -> None:
         self.text = ""
         self.over = False
 
     def event(self, line: str) -> Event | None:
-        """The event of a line; None for a line without one. Raises the error that a line holds."""
+        """The event in a line, None if there is none. Raises the error that a line contains."""
         if not line.startswith(_DATA) or line == _DATA + _DONE:
             return None
         with understood("the server"):
@@ -291,7 +292,7 @@ class _EventReader:
 
 
 LONGEST_SECONDS = 60.0
-"""A server that asks for more patience is not asked again."""
+"""If a server asks for a longer wait than this (Retry-After), the request is not made again."""
 _LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """Exceptions that are retried. A timeout during an answer is not: the answer would take as long again."""
 _BUSY = (408, 429)
@@ -299,9 +300,9 @@ _backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
 
 
 def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
-    """Settings of tenacity's `Retrying` and `AsyncRetrying`: at most `attempts`, and no later than after `seconds`.
+    """Settings of tenacity's `Retrying` and `AsyncRetrying`: at most `attempts` retries, none after `seconds`.
 
-    The retried function gives a response. The last one is returned, or an httpx error is raised.
+    The retried function returns a response. The result is the last response, or the last httpx error is raised.
     """
     stop = stop_after_attempt(attempts + 1)
     return {
@@ -313,7 +314,7 @@ def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait, from a number or a date."""
+    """Seconds that the server asks to wait, given as a number or a date; None if it does not."""
     header = response.headers.get("retry-after", "").strip()
     try:
         seconds = (
@@ -343,18 +344,18 @@ def _wait(state: RetryCallState) -> float:
 
 KEY_ENV = "SPECFUSE_API_KEY"
 GRACE_SECONDS = 30.0
-"""How long after the timeout of an answer its server may still send."""
+"""Seconds after the timeout of an answer in which its server may still send."""
 SILENT_SECONDS = 600.0
 """Maximum silence of a server if a call has no timeout."""
 _MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "max_concurrent")
 
 
 class RemoteEngine:
-    """One model of a server. Any number of threads and event loops may ask at once; connections are kept.
+    """One model of a server. Any number of threads and event loops may use it at once; connections are kept.
 
     `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: the
     server's key; by default the environment variable SPECFUSE_API_KEY. `max_retries`: number of retries if the server
-    does not respond or is busy; `headers` go with each request. Connects on first use.
+    does not respond, is busy or fails; `headers` go with each request. Connects on first use.
 
     Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` where no
     server answers, `AuthenticationError` for a wrong key, `UnknownModelError` for a model that it does not know, and
@@ -395,12 +396,12 @@ class RemoteEngine:
 
     @property
     def closed(self) -> bool:
-        """Never: it connects again when it is asked."""
+        """Always False: it connects again when it is used."""
         return False
 
     @property
     def is_of_this_process(self) -> bool:
-        """Always: after a fork it connects anew."""
+        """Always True: after a fork it connects anew."""
         return True
 
     @property
@@ -410,12 +411,12 @@ class RemoteEngine:
 
     @property
     def thinks(self) -> bool:
-        """A member thinks before it answers; False before the server was asked."""
+        """Whether a member thinks before it answers; False before the first request."""
         return bool(self.known.get("thinking"))
 
     @property
     def max_concurrent(self) -> int:
-        """Most answers that run at once."""
+        """The most answers that run at once; the default of `EnsembleConfig` before the first request."""
         return int(self.known.get("max_concurrent", _MAX_CONCURRENT))
 
     @property
@@ -430,12 +431,12 @@ class RemoteEngine:
 
     @property
     def context_limit(self) -> int | None:
-        """Tokens that the smallest member's context holds; None before the server was asked."""
+        """Context size of the smallest member, in tokens; None before the first request."""
         limit: int | None = self.known.get("context_limit")
         return limit
 
     def describe(self) -> Mapping[str, Any]:
-        """Members, reference, context_limit, max_concurrent and the members that think, as the server says."""
+        """The server's description: id, members, reference, context_limit, max_concurrent, and who of them thinks."""
         if not self._described:
             path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
             listed = self._call("GET", path)
@@ -445,7 +446,7 @@ class RemoteEngine:
         return self._described
 
     def load(self, on_progress: object = None) -> Self:
-        """Ask the server for its model; loading is its own affair."""
+        """Ask the server for its description of the model. The server itself loads the members."""
         self.describe()
         return self
 
@@ -464,13 +465,16 @@ class RemoteEngine:
     def generate(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
-        """Answer a conversation; the fold of `stream`."""
+        """Answer a conversation: the result of `stream`."""
         return result_of(self.stream(messages, params, **options))
 
     def stream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[Event]:
-        """Answer a conversation as typed events. Raises here what the server refuses; closing it stops the answer."""
+        """Answer a conversation as typed events. If the server refuses the request, this call raises the error.
+
+        Closing the iterator stops the answer.
+        """
         request = self._request(conversation_of(messages), params, options)
         with self._reached():
             response = self._sent(request, options.get("timeout"))
@@ -495,7 +499,7 @@ class RemoteEngine:
                     yield event
 
     def close(self) -> None:
-        """Let the connections go; a call makes new ones."""
+        """Close the connections; the next call makes new ones."""
         self._connections.close()
 
     def _request(self, messages: Sequence[Message], params: SamplingParams | None, options: CallOptions) -> Any:
@@ -520,14 +524,14 @@ class RemoteEngine:
             return response.json()
 
     def _built(self, method: str, path: str, **content: Any) -> httpx.Request:
-        """Raises `RequestError` for content that is no JSON, such as a schema with NaN in it."""
+        """A request. Raises `RequestError` if the content has no form in JSON, such as a schema with NaN in it."""
         try:
             return self._connections.client().build_request(method, path, headers=self._extra, **content)
         except ValueError as error:
             raise RequestError(f"the request is no JSON: {error}") from error
 
     def _sent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
-        """The response to a request, which is made again where that may help; one of an error is read."""
+        """The response to a request, with retries. The body is read only if the response is an error."""
 
         def send() -> httpx.Response:
             response = self._connections.client().send(request, stream=True)
@@ -559,7 +563,7 @@ class RemoteEngine:
 
 
 def _key_for(base_url: str, api_key: str | None) -> str | None:
-    """The key that goes with every request. Raises `ConfigError` where others could read it on its way."""
+    """The key that goes with every request. Raises `ConfigError` if it would cross a network unencrypted."""
     key = (os.environ.get(KEY_ENV, "") if api_key is None else api_key).strip()
     whose = f"that {KEY_ENV} holds" if api_key is None else "of api_key=…"
     if not (key.isprintable() and is_whole_text(key)):

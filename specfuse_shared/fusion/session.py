@@ -1,8 +1,7 @@
 """One request: rounds of draft, verify, select, learn and commit, until the answer ends.
 
 `AnswerSession` owns the state of one answer: its text, its rounds, and its `Participants`. It runs no
-model: it awaits stages of members, which are plain data, and gets their results. It knows no ids except those in
-prompts, and no tensors.
+model. It awaits stages of members, whose requests and results are plain data without tensors.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage
 
 _THINKING_PIECE = 16
-"""Tokens of reasoning between two events."""
+"""Tokens of reasoning per event."""
 _SEED_BITS = 32
-"""Of the seed of a sampled request that named none."""
+"""Bits of the seed, if a sampled request has none."""
 
 
 class AnswerSession:
@@ -92,7 +91,7 @@ class AnswerSession:
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
         self._owed: dict[str, str] = {}
-        """Text of the answer that members have to commit before they draft again."""
+        """By member: text of the answer that it has to commit before it drafts again."""
         self._late = Late()
         self._round_ends: float | None = None
         self._closing = ""
@@ -123,7 +122,7 @@ class AnswerSession:
     async def run(self) -> None:
         """Awaits stages of members; ends when the answer does. Raises `GenerationError`.
 
-        A result is reported after every member has released the answer.
+        The result is reported after all members, except late ones, have freed their caches of the answer.
         """
         self._began = time.monotonic()
         self._round_ends = self._end_of_round()
@@ -169,7 +168,7 @@ class AnswerSession:
 
     @property
     def _next(self) -> int:
-        """Number of the round that runs now, or would run next."""
+        """Number of the current round, or of the next one between rounds."""
         return len(self._rounds) + 1
 
     def _end_of_round(self) -> float | None:
@@ -177,14 +176,14 @@ class AnswerSession:
         return None if seconds is None else time.monotonic() + seconds
 
     async def _gather(self) -> None:
-        """Begin a round: members that are late sit it out. Where all are, the answer waits for one of them."""
+        """Begin a round without the members that are still late. If all are late, wait for one of them."""
         config, late = self._policies.config, self._late.running
         for name in self._late.lost(config.late_rounds, config.late_rounds * (config.round_seconds or 0.0)):
             if set(self._active) - late.keys():
                 self._leave_late(name)
         while True:
             self.participants.absent, self._round_ends = set(late), self._end_of_round()
-            # how many tokens there are matters now
+            # commit first: what follows depends on the number of tokens
             plain = self._policies.decodes_plainly(self._active)
             if self.participants.present and (plain or self.participants.may_be_full(self._owed)):
                 await self._ask({})
@@ -199,7 +198,7 @@ class AnswerSession:
         return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
     async def _think(self) -> None:
-        """Members that think do so at the same time, each for itself; the answer begins when all are done."""
+        """Members that think do so in parallel, each for itself. The answer begins when all are done."""
         thinking = {n: self.participants.thinking_limit(n, self.max_thinking_tokens) for n in self._active}
         thinking = {n: limit for n, limit in thinking.items() if self.participants[n].member.info.thinks}
         while thinking:
@@ -214,10 +213,10 @@ class AnswerSession:
             thinking = {n: limit for n, limit in thinking.items() if n in thoughts}
 
     async def _ask(self, ops: Ops) -> dict[str, Value]:
-        """Values of stages, in the members' order; members that failed have left. Those who left before are closed.
+        """Run stages and return their values, in the members' order. Members that fail leave the answer.
 
-        Text that is not committed yet goes along: drafts carry it, and members that are asked for nothing commit it.
-        Members that are late are absent from then on.
+        Members that left before are closed. Text that is not committed yet is sent along: within drafts, or as a
+        `Commit` to members without a stage here. Members that are late are absent from then on.
         """
         sent = self._with_commits(ops)
         if not sent:
@@ -244,7 +243,7 @@ class AnswerSession:
         return {name: merged[name] for name in self._active if name in merged}
 
     def _deadline(self, ops: Ops) -> Deadline | None:
-        """When members are late for these stages; None where all are waited for."""
+        """When members count as late for these stages; None if the answer waits for all."""
         traffic = self._policies.lead.traffic
         if self._round_ends is None or traffic is None or len(self._active) == 1:
             return None
@@ -258,7 +257,7 @@ class AnswerSession:
         )
 
     def _take_late(self, results: Results) -> None:
-        """The members' results, including late ones: these members are back, or have failed in the meantime."""
+        """Take results. Late members among them are back, or have failed in the meantime."""
         for name, result in results.items():
             self.participants[name].counts = result.counts
             op = self._late.running.pop(name, None)
@@ -270,9 +269,9 @@ class AnswerSession:
                 self.participants.drop([name], self._next, "context")
 
     def _let_go(self, closes: Ops) -> frozenset[str]:
-        """Members among these that are late, and let go in their own time: their stages give no result any more.
+        """Members among these that are late. Nobody waits for them to close: their stages give no result any more.
 
-        One that shall judge the answer next is waited for.
+        The member that scores the answer next is waited for.
         """
         judge = self.participants.reference.member.name if self._params.logprobs else None
         late = frozenset(name for name in closes if name in self._late.running and name != judge)
@@ -304,10 +303,9 @@ class AnswerSession:
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _judge(self, current: Round, logprobs: SegmentLogprobs) -> None:
-        """The reference member's log-probabilities of a segment, while the tokens of its drafts and verdicts are
-        available.
+        """Get the reference member's log-probabilities of a segment, while that member takes part.
 
-        Once it has left, the rest is judged with the whole answer.
+        Once it has missed a segment, `_score` gets the rest with the whole answer.
         """
         name, text = self.participants.reference.member.name, current.segment.text
         if logprobs.is_over:
@@ -327,7 +325,7 @@ class AnswerSession:
             logprobs.is_over = True
 
     def _hold_last_text(self) -> list[Event]:
-        """The last text, which waits for its log-probabilities."""
+        """Take back the event of the last text, which waits for its log-probabilities."""
         if self._logprobs is None or not self.events or not isinstance(self.events[-1], SegmentEvent):
             return []
         return [self.events.pop()]
@@ -351,14 +349,14 @@ class AnswerSession:
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _emit_last_exits(self) -> None:
-        """Add members that left after the last round, because their contexts were full, to its record."""
+        """Add members that left after the last round, for example with a full context, to its record."""
         if self._rounds:
             recorded = self._rounds[-1].exits
             gone_now = [gone for gone in self.participants.take_exits() if gone not in recorded]
             self._rounds[-1] = replace(self._rounds[-1], exits=(*recorded, *gone_now))
 
     def _finish(self, end: TrimmedSegment, last: Round | None) -> None:
-        """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
+        """Emit what was held back, up to the stop string, and close the answer. An incomplete call may end it."""
         is_cut = end.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
         constraint = self._policies.constraint if end.stop is None else None
         unfinished = constraint is not None and not constraint.accepts(end.text)
@@ -381,8 +379,8 @@ class AnswerSession:
     async def _score(self) -> tuple[TokenLogprob, ...] | None:
         """Log p of the answer's tokens by the reference member, which reads the answer again, after its reasoning.
 
-        They describe the final text, independent of its authors and cuts and whether or not that member
-        stayed to the end. None if the member fails.
+        They describe the final text, whoever wrote it, wherever it was cut, and even if that member left the
+        answer. None if the member fails.
         """
         side = self.participants.reference
         name, verdicts = side.member.name, None
@@ -426,9 +424,9 @@ class AnswerSession:
 
 
 class ScoringSession:
-    """One prompt, put to members with texts that they shall judge; `scores` holds what each found.
+    """One prompt and texts that the members score as answers to it. `scores`: by member, log p of each text.
 
-    A session like `AnswerSession`, whose answer is empty. A member that fails has no scores; where all do, it raises
+    A session like `AnswerSession`, whose answer is empty. A member that fails has no scores. If all fail, `run` raises
     `GenerationError`. Raises `RequestError` on construction if the request cannot be served.
     """
 

@@ -1,13 +1,11 @@
-"""Requests of the method to a member, and the responses: plain data, which may cross a wire.
+"""A member as the coordinator of an answer sees it, the lane that runs it, and the data that they exchange.
 
-A `StageRequest` says which member shall do what for which answer; a `StageResult` says what came of it. Text and
-numbers only: ids of the prompt are the one thing that belongs to a member's own vocabulary.
-
-A member as the method sees it, and the lane that runs it.
-
-A `Member` is the coordinator's view of a language model: `MemberInfo`, plain facts, and its text side (template
-and tokenizer are always local). Its model runs in a `Lane`, which takes whole stages of a round as
-plain data and returns plain data.
+- `Member` has plain facts about a language model (`MemberInfo`) and its text side: template and tokenizer are always
+  local.
+- `Lane` runs the models of members. It takes whole stages of a round and returns their results.
+- `StageRequest` says what a member should do for an answer, and `StageResult` what came of it. Both are plain data,
+  which can be sent to another process or machine. They hold text and numbers. The only token ids among them are those
+  of prompts, of drafts that are `judged`, and of the most probable alternatives.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from specfuse_shared.types import MemberReport, StageName
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Begin an answer to `prompt` and read it. `speculates`: the member may guess next tokens, to save forward
-    passes."""
+    """Begin an answer: prefill `prompt`. `speculates`: the member may guess next tokens, to save forward passes."""
 
     stage: ClassVar[StageName] = "prefill"
     prompt: tuple[int, ...]
@@ -49,9 +46,9 @@ class Think:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
+    """Continue the answer by at most `limit` own tokens, cut where every member can continue → `Drafted`.
 
-    `min_tokens_left`: the turn may end after this number of tokens. `guess`: predicted draft, which affects
+    `min_tokens_left`: the turn may end only after this number of tokens. `guess`: a predicted draft, which affects
     speed, not output. `commit`: text that is already part of the answer, to be committed first.
     """
 
@@ -93,7 +90,7 @@ class ScoringQuery:
 class Verify:
     """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
 
-    `top`: number of most probable alternatives for each token.
+    `top`: number of most probable alternatives to return for each token.
     """
 
     stage: ClassVar[StageName] = "verify"
@@ -103,7 +100,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`text` is now part of the answer, and the member does not draft yet."""
+    """Append `text`, which is now part of the answer. Sent alone only if the member does not draft next."""
 
     stage: ClassVar[StageName] = "commit"
     text: str
@@ -111,9 +108,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Forget the answer → `Closed`, also where it is unknown.
+    """Forget the answer → `Closed`, also if it is unknown.
 
-    A stage that still runs for it stops before its next forward, and gives no result. `remember` what the cache holds
+    A stage that still runs for it stops before its next forward pass, and gives no result. `remember`: keep the cache
     for prompts that begin the same way.
     """
 
@@ -140,8 +137,8 @@ class StageRequest:
 class Drafted:
     """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: number of sampled tokens.
 
-    `overrun`: the beginning of its next text, which was cut off. `ids`: the committed tokens, if they
-    are `judged`.
+    `overrun`: text that the member drafted after `text`, and that was cut off. `ids`: the committed tokens,
+    if they are `judged`.
     """
 
     text: str
@@ -161,7 +158,7 @@ class Thought:
 
 
 Top = tuple[tuple[int, float], ...]
-"""Ids of the most probable tokens in one place, and their natural log p; the most probable first."""
+"""Ids of the most probable tokens at one position, and their natural log p; the most probable first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The member's cache of the answer is free."""
+    """The member's cache of the answer was freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +209,7 @@ NOTHING_YET = TokenCounts()
 class Fault:
     """Why a stage failed: the error's class and message, and where it came from (`details`, for logs).
 
-    `is_fatal`: the lane itself broke, and so did its runner.
+    `is_fatal`: the whole lane broke, with all its members.
     """
 
     kind: str
@@ -251,7 +248,7 @@ Reply = Callable[[Sequence[StageResult]], None]
 
 
 def ignore_results(results: Sequence[StageResult]) -> None:
-    """The `Reply` of a lane before anybody asks it for stages."""
+    """The `Reply` of a lane before `reply_to`."""
 
 
 class OnForward(Protocol):
@@ -264,12 +261,12 @@ class OnForward(Protocol):
 
 
 def ignore_steps(member: str, answers: int, seconds: float, steps: int = 1) -> None:
-    """An `OnForward` for a lane without a listener."""
+    """An `OnForward` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """Facts about a loaded member for admission and the method.
+    """Facts about a loaded member, for admission and the coordinator.
 
     `devices`: its devices, each with the share of the caches on it; empty if its memory is managed elsewhere.
     `thinks`: it reasons before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
@@ -297,7 +294,7 @@ class MemberInfo:
 
 
 class TextSide(Protocol):
-    """A member's side of text: `specfuse_shared.text.chat_template.MemberText`."""
+    """A member's template and tokenizer: `specfuse_shared.text.chat_template.MemberText`."""
 
     @property
     def codec(self) -> Codec:
@@ -309,17 +306,17 @@ class TextSide(Protocol):
         ...
 
     def encode_thoughts(self, thoughts: str = "") -> list[int]:
-        """Ids between a prompt and the answer to it, of a member that thinks."""
+        """Ids between a prompt and its answer, for a member that thinks."""
         ...
 
     def prepare(self, grammar: Grammar | None = None) -> None:
-        """Get ready for answers under a grammar, or under any. Raises `ConfigError` where the tokenizer cannot."""
+        """Prepare for answers under this grammar, or any. Raises `ConfigError` if the tokenizer does not support it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of an ensemble as the coordinator has it."""
+    """A member of an ensemble: facts about its model, and its text side."""
 
     info: MemberInfo
     text: TextSide
@@ -342,7 +339,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Bytes of running answers and of remembered prefixes; prompt tokens that were not read again, ever."""
+    """Bytes of running answers and of remembered prefixes, and all prompt tokens so far that prefixes saved."""
 
     cache_bytes: int = 0
     prefix_bytes: int = 0
@@ -357,7 +354,7 @@ class CacheUse:
 
 
 class Lane(Protocol):
-    """Members that share devices, with their runner: in this process, or across a wire.
+    """Members that share devices, and their runner, in this process or elsewhere.
 
     A lane runs each stage from its first forward pass to its last, batches stages, and recovers when memory runs
     out. Stages of one member of one answer come one after another. Every request has exactly one result, except
@@ -366,11 +363,11 @@ class Lane(Protocol):
 
     @property
     def members(self) -> Sequence[MemberInfo]:
-        """Its members, as of now."""
+        """Its members at present."""
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes for answers on each device, with the weights in place; equal names are the same device."""
+        """Bytes for answers on each device, after loading the weights. Equal names of devices are one device."""
         ...
 
     def remember(self, limits: Mapping[str, int]) -> None:
@@ -378,7 +375,7 @@ class Lane(Protocol):
         ...
 
     def reply_to(self, reply: Reply) -> None:
-        """Give all results to `reply`; called once, before any stage is asked for."""
+        """Pass all results to `reply`. Called once, before any `submit`."""
         ...
 
     def submit(self, requests: Sequence[StageRequest]) -> None:
@@ -386,7 +383,7 @@ class Lane(Protocol):
         ...
 
     def cache_use(self) -> CacheUse:
-        """Memory for answers now."""
+        """The memory that answers use now."""
         ...
 
     @property

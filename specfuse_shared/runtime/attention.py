@@ -1,8 +1,8 @@
 """Attention of many answers in one forward pass: the visible slots of each query, and a fast kernel call per block.
 
-The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. A mask plan says which slots
-the layers of an architecture see, and how the model expects its masks. Kernels: the engine's own, and the model's
-plain one.
+The tokens of all answers are concatenated, (1, H, T, D); keys and values are in cache rows. A mask plan says which
+slots the layers of an architecture see, and how the model expects its masks. There are two kernels: one of this
+package for grouped-query heads, and the model's own eager attention.
 
 Symbols: T tokens fed, B answers of a group, Q queries of an answer, K slots, position = place in the token sequence
 (≠ slot once a tree is cached).
@@ -33,17 +33,17 @@ from specfuse_shared.runtime.sampler import upload
 
 _MOST_FOLDED_QUERIES = 128
 _WORKERS = {"cuda": 256}
-"""Blocks of queries and heads that a device computes at once, about: with fewer, the slots are split among them."""
+"""About how many blocks of queries and heads a device computes at once. With fewer blocks, the slots are split, too."""
 _FEWEST_SLOTS, _FEWEST_SLOTS_OF_A_PIECE = 1024, 128
 _QUERIES_OF_A_WORKER = 64
 _ALIGNED = 8
-"""The library's kernels for devices want sizes of heads, and rows of a mask, that are a multiple of this."""
+"""Torch's kernels for GPUs need head sizes, and rows of a mask, that are a multiple of this."""
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Settings of the library for the whole process, where a member is on `device`.
+    """Set torch's attention for the whole process, if a member is on `device`.
 
-    cuDNN's attention plans for every new shape, 0.4 s each on the cards where torch prefers it; every prompt is one.
+    On some cards torch prefers cuDNN's attention. It takes 0.4 s to plan for each new shape, and every prompt has one.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -52,8 +52,8 @@ def choose_kernels(device: torch.device) -> None:
 def masks_lower_right(device: torch.device) -> bool:
     """Whether a device is known to have a kernel for queries at the end of their keys that takes no mask.
 
-    On a CPU there is none. On ROCm such kernels have masked from the upper left corner, and MPS was wrong or crashed
-    with some lengths (pytorch #149132, #174861): these and all others get masks.
+    A CPU has none. On ROCm such kernels have masked from the upper left corner, and MPS was wrong or crashed
+    with some lengths (pytorch #149132, #174861). So all devices but CUDA's get masks.
     """
     return device.type == "cuda" and torch.version.hip is None
 
@@ -70,7 +70,7 @@ def grouped_kernel(
     """Scaled dot-product attention that never copies keys and values for grouped-query heads.
 
     Folds the G query heads of a key head into the query dimension: (B, H, Q, D) → (B, H/G, G·Q, D). Long queries
-    (prefill) and plain causal calls go to the library's own function.
+    (prefill) and plain causal calls go to the functions of torch and transformers.
     """
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
@@ -118,7 +118,7 @@ def split_attention(
 
 
 def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
-    """Number of pieces of the slots for a number of heads of all answers, and queries of each; 1: no split."""
+    """Number of pieces of the slots, for `heads` key heads of all answers with `queries` queries each; 1: no split."""
     slots, workers = key.shape[2], _WORKERS.get(key.device.type, 0)
     busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
     fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
@@ -130,7 +130,7 @@ def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
 
 
 def _splits(slots: int, pieces: int) -> bool:
-    """Whether each piece is long enough, and its mask begins where the library's kernels want it."""
+    """Whether each piece is long enough, and its mask begins at an address that torch's kernels accept."""
     return slots % (pieces * _ALIGNED) == 0 and slots >= pieces * _FEWEST_SLOTS_OF_A_PIECE
 
 
@@ -151,9 +151,9 @@ def _on_cpu(
 
 
 _WITH_LOGS = {"cuda": _on_cuda, "cpu": _on_cpu}
-"""Attention of the library that also gives the logarithms of the sums (B, H, Q or more)."""
+"""Torch's attention that also returns the logarithms of the sums of exponentials (B, H, Q or more)."""
 _OLDEST = {torch.float32: (7, 0), torch.float16: (7, 0), torch.bfloat16: (8, 0)}
-"""The compute capability from which on CUDA devices have such a kernel for these numbers."""
+"""The lowest compute capability of CUDA devices that have such a kernel for a dtype."""
 
 
 @cache
@@ -173,7 +173,7 @@ def eager_kernel(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """The model's own plain attention (soft caps, attention sinks), which always wants a mask."""
+    """The model's own eager attention (soft caps, attention sinks), which always needs a mask."""
     if attention_mask is None or isinstance(attention_mask, CausalBias):
         queries, slots = query.shape[2], key.shape[2]
         hidden = torch.ones(queries, slots, dtype=torch.bool, device=query.device).triu(1 + slots - queries)
@@ -196,7 +196,7 @@ class MaskPlan:
     chunk: int | None = None
 
     def restrict(self, kind: str, visible: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor) -> torch.Tensor:
-        """`visible` (…, Q, K) without what layers of this kind never see; places of queries (…, Q) and slots (…, K)."""
+        """`visible` (…, Q, K) without what layers of this kind never see, given the positions of queries and slots."""
         queries, keys = query_at[..., :, None], key_at[..., None, :]
         if kind == "sliding_attention" and self.window is not None and key_at.shape[-1] > self.window:
             return visible & (queries - keys < self.window)
@@ -210,7 +210,7 @@ class MaskPlan:
         return reach is None or slots <= reach
 
     def markers(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The masks for the model: empty tensors whose last dimension encodes the kind for the attention function."""
+        """The masks for the model: tiny tensors whose last dimension tells the attention function the layer kind."""
         made = {k: torch.zeros(1, 1, 1, n + 1, device=device, dtype=dtype) for n, k in enumerate(self.kinds)}
         return made if self.as_mapping else made[self.kinds[0]]
 
@@ -228,7 +228,7 @@ def plans_for(config: Any) -> list[MaskPlan]:
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where `visible`, else half the smallest number: kernels multiply it by log₂ e, which must stay finite."""
+    """0 where `visible`, else half the lowest number: kernels multiply it by log₂ e, which must stay finite."""
     hidden = torch.finfo(dtype).min / 2
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, hidden)
 
@@ -236,12 +236,12 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 GROUPED, EAGER = "specfuse_grouped_sdpa", "specfuse_eager"
 _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
-"""From this many queries on, an answer gets a separate kernel call, so that short ones are not padded to it: calls
-cost little on a CPU, and padding little on a GPU."""
+"""From this number of queries on, an answer gets a separate kernel call, so that short ones are not padded to its
+length. On a CPU the number is low, because there calls cost little. On a GPU padding costs little."""
 _MOST_INDEXED = 16
-"""Longer segments are written to their row by themselves."""
+"""Among segments with a kernel call of their own, longer ones are also written to their row by themselves."""
 _SHORT, _OWN_CALL, _COPIED = range(3)
-"""Sizes of segments: those that share a kernel call, and those that only share the writing, or not even that."""
+"""Sizes of segments: those that share a kernel call; those that share only the writes; those that share nothing."""
 
 Kernel = Callable[..., tuple[torch.Tensor, Any]]
 
@@ -263,7 +263,7 @@ class ForwardInput:
 
     @property
     def slots(self) -> int:
-        """K: slots in use once these tokens are cached."""
+        """K: the slots in use once these tokens are cached."""
         used: int = self.row.used
         return used + len(self.ids)
 
@@ -290,16 +290,16 @@ class _Group:
     """The fed tokens of the group."""
     masks: dict[str, torch.Tensor | None]
     padding: torch.Tensor | None = None
-    """(B · Q) which of the group's tokens each padded query is; None: nothing is padded."""
+    """(B · Q): the index of the token in the group for each padded query; None: nothing is padded."""
     padded: torch.Tensor | None = None
-    """Which padded query each token is."""
+    """The index of the padded query for each token."""
 
 
 class Batch(Cache):
     """One forward pass over the segments of many answers; acts as the model's cache and directs the attention.
 
     The rows have free slots for the segments. Tokens are fed in the order of `segments`, so that the tokens
-    of a kernel call are adjacent: slices cost a fraction of index lookups. `order`: the original number of each
+    of a kernel call are adjacent: slices cost a fraction of index lookups. `order`: the original index of each
     segment.
     """
 
@@ -363,7 +363,7 @@ class Batch(Cache):
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def _add(self, segments: Sequence[ForwardInput], size: int, start: int) -> int:
-        """Plan for segments of one block and size whose tokens begin at `start`; where they end."""
+        """Plan writes and kernel calls for segments of one block and size, from token `start` on; returns their end."""
         counts = [len(s.ids) for s in segments]
         ends = list(accumulate(counts, initial=start))
         tokens = [slice(*pair) for pair in pairwise(ends)]
@@ -401,7 +401,7 @@ class Batch(Cache):
         visible: tuple[torch.Tensor, ...] = ()
         for kind in self._plan.kinds:
             if plain and self._plan.is_plain(kind, slots) and (first.row.used == 0 or self._knows_lower_right):
-                # a kernel that knows by itself what is visible, so that no mask is made, read or sent
+                # the kernel itself masks causally, so that no mask is made, read or sent
                 masks[kind] = causal_lower_right(queries, slots) if first.row.used else None
                 continue
             visible = visible or tuple(upload(array, self._device) for array in _seen_by(inputs, rows, queries, slots))
@@ -409,7 +409,7 @@ class Batch(Cache):
         return masks
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-        """`tensor` on the device of a layer: layers of a split model copy it once a forward pass."""
+        """`tensor` on the device of a layer. If a model is split over devices, each gets one copy per forward pass."""
         if tensor.device == layer.device or isinstance(tensor, CausalBias):
             return tensor
         key = id(tensor), layer.device
@@ -424,7 +424,7 @@ class Batch(Cache):
 def _seen_by(inputs: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[NDArray[Any], ...]:
     """The slots that each query of these segments' rows sees (B, Q, K), its position (B, Q), and the slots' (B, K)."""
     visible = np.zeros((rows, queries, slots), dtype=bool)
-    # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
+    # rows of other answers, and padding, see one slot: a softmax over nothing gives NaN
     visible[:, :, 0] = True
     at, places = np.zeros((rows, queries), dtype=np.int64), np.tile(np.arange(slots), (rows, 1))
     for segment in inputs:
@@ -459,7 +459,7 @@ _running = _Running()
 
 @contextmanager
 def running(batch: Attending) -> Iterator[None]:
-    """While this lasts, attention of models called in this thread belongs to `batch`."""
+    """While this is active, `batch` computes the attention of models that this thread calls."""
     _running.batch = batch
     try:
         yield

@@ -1,21 +1,18 @@
-"""Static execution: verifications and drafts as steps of fixed shape, which CUDA graphs replay.
+"""Static execution: drafts and verifications as steps of fixed shape, which CUDA graphs replay.
 
-A verification is one step. A draft is many steps, and a token chosen in one is copied into the next on the device: the
-host waits once, for all tokens of all answers. Tokens after EOS are computed, then discarded.
+A step is one forward pass over cache rows of many answers. A verification is one step. A draft takes one step per
+token, except that its first token comes from logits of an earlier forward pass. Each chosen token is copied into the
+next step on the device, so that the host waits once, for all tokens of all answers. Tokens after EOS are computed, then
+discarded.
 
-Symbols: B answers, T tokens of a step, V vocabulary.
+- `StaticStep` feeds the first rows of each block that it needs, with the same number of tokens in each. That number is
+  rounded up generously, so that few shapes occur. Everything it reads is in its own buffers. Rows that do not take
+  part, and the padding of others, are inert tokens: they see slot 0 and are written into their row's spare slot.
+- `Graphs` captures the steps of one model, each once. A replay is a single launch. Steps that cannot be captured run
+  eagerly, with a reason, as they do on a CPU.
+- `StaticRunner` keeps the steps, and runs or replays them.
 
-Fixed-shape steps over the cache rows: CUDA graphs on GPU, eager on CPU.
-
-A step feeds the first rows of each block that it needs, the same number of tokens in each, rounded up generously, so
-that few shapes occur. Everything it reads is in its own buffers. Rows that do not take part, and the padding of
-others, are inert tokens: they see slot 0 and are written into their row's spare slot.
-
-Symbols: R rows of a part, Q tokens of each, K slots of each, T tokens of a step, V vocabulary.
-
-CUDA graphs of one model's steps: captured once, then replayed by a single launch.
-
-Steps that cannot be captured run eagerly, with a reason. This part does not know what a step computes.
+Symbols: B answers, R rows of a part, Q tokens of each row, K slots of each row, T tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,14 +42,15 @@ from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Download,
 
 _MOST_TOKENS = {"cuda": 1024}
 _DEFAULT_MOST_TOKENS = 256
-"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded. On a CUDA
-device 32 answers, one of which makes a guess, still fit."""
+"""Tokens of the longest step on other devices than CUDA's. A longer forward pass is bound by arithmetic, not by
+launches, so that padding would only cost time: it runs unpadded. On a CUDA device, 32 answers fit, also if one of them
+has a guess."""
 CAPTURE_AT = 3
-"""At which use a step is captured: many shapes occur once and never again."""
+"""The use of a step at which it is captured. Many shapes occur only once."""
 _QUERIES = (8, 32, 64, 128)
-"""Tokens of a row in a verification: a few more cost less than another shape to capture."""
+"""Numbers of tokens of a row in a verification: some padding costs less than another shape to capture."""
 WARMED_QUERIES = _QUERIES[:3]
-"""Usual number of tokens in a single answer's verifications."""
+"""Usual numbers of tokens in one answer's verifications."""
 
 
 def most_tokens(device: torch.device) -> int:
@@ -77,8 +75,9 @@ class Shape:
 class _Part:
     """A shape in a step: its tokens are `start` … `stop` - 1.
 
-    `visible` (R, Q, K): the slots each token sees, `places` (R, K): the position of each; both None in a draft, where
-    slots are positions and a token sees every slot up to its own.
+    `visible` (R, Q, K): the slots that each token sees; None in a draft, where a token sees every slot up to its own.
+    `places` (R, K): the position of each slot; in a draft, slots are positions. `version`: of the block's buffers when
+    the step was made.
     """
 
     shape: Shape
@@ -139,14 +138,14 @@ class StaticStep(Cache):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the buffers that it was made over are still the blocks' own."""
+        """Whether the blocks still have the buffers for which the step was made."""
         return all(part.version == part.shape.block.version for part in self.parts)
 
     def part_of(self, row: CacheRow) -> _Part:
         return next(part for part in self.parts if part.shape.block is row.block)
 
     def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
-        """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
+        """Copy the inputs of answers into the step. Returns the indices of tokens that need logits, on the device."""
         inputs = self._inert()
         visible = [np.zeros(part.visible.shape, dtype=bool) for part in self.parts if part.visible is not None]
         places = [np.tile(np.arange(part.places.shape[1]), (len(part.places), 1)) for part in self.parts]
@@ -179,7 +178,7 @@ class StaticStep(Cache):
         return upload(numbers, self.inputs.device)
 
     def advance(self) -> None:
-        """On to the next token of every draft."""
+        """Move every draft on by one position and slot."""
         self.inputs[1:].add_(self.moving)
 
     def _inert(self) -> NDArray[np.int64]:
@@ -197,7 +196,7 @@ class StaticStep(Cache):
                 part.masks[kind] = additive(self._plan.restrict(kind, visible, at, part.places), self._dtype)[:, None]
 
     def drop_masks(self) -> None:
-        """A step that is over needs them no more, and in a pool of graphs others are made in the same place."""
+        """Free the masks after a step, so that in a pool of graphs the next masks take their place."""
         for part in self.parts:
             part.masks.clear()
 
@@ -228,7 +227,7 @@ class StaticStep(Cache):
 
 
 def shapes_of(requests: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
-    """Blocks that cover these rows and can hold the longest of their feeds."""
+    """Shapes that cover these rows, each with as many tokens as the longest input needs; one in a draft."""
     longest = max(count for _, count in requests)
     queries = next((n for n in _QUERIES if n >= longest), longest) if tree else 1
     return [Shape(block, rows, queries) for block, rows in requests[0][0].pool.covering([row for row, _ in requests])]
@@ -250,14 +249,14 @@ class ReplayError(ArithmeticError):
 
 
 class UncapturableError(RuntimeError):
-    """No capture of a step can succeed: it makes the host wait for the device, say."""
+    """No capture of a step can succeed, for example because it makes the host wait for the device."""
 
 
 class Graphs:
     """Captures steps of member `member` on `device`; `reason`: why capturing is off, None while it is on.
 
-    Graphs live and die together (`drop`). All graphs of a member are captured in one stream, and torch frees the
-    workspace of that stream's matrix products with any of them: a graph that outlived another would write to freed
+    All graphs of a member are freed together (`drop`), because they are captured in one stream. With any of them,
+    torch frees the workspace for that stream's matrix products: a graph that outlived another would write to freed
     memory.
     """
 
@@ -278,15 +277,15 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Graphs of this generation, including unused ones."""
+        """Graphs since the last `drop`, including unused and failed ones."""
         return len(self._kept)
 
     def capture(self, step: Callable[[], None], output: torch.Tensor, ids: torch.Tensor) -> Callable[[], None] | None:
         """A replay of `step`, which ran before with these `ids` and wrote `output` (T, V); None if that cannot be.
 
-        The step must be a function of buffers that stay where they are, and may run any number of times. Lack of
-        memory is no lasting reason, nor is another thread that waits for the device meanwhile: another step, or this
-        one later, may be captured.
+        The step must be a function of buffers that stay where they are, and may run any number of times. Some reasons
+        do not last, such as a lack of memory, or another thread that waits for the device meanwhile. Then another
+        step, or this one later, can still be captured.
         """
         if self.reason is not None:
             return None
@@ -316,9 +315,9 @@ class Graphs:
         logger.warning("member %s runs without CUDA graphs (%s)", self._member, reason)
 
     def holds(self, step: Callable[[], None], output: torch.Tensor) -> bool:
-        """Whether a replay, which wrote `output` just now, gave what `step` gives; if not, none is called again.
+        """Whether a replay, which wrote `output` just now, gave what `step` gives. If not, no replay is used again.
 
-        Either way `output` then holds what the step gave.
+        In both cases `output` then holds what the step gave.
         """
         replayed = output.clone()
         step()
@@ -328,7 +327,7 @@ class Graphs:
         return False
 
     def drop(self) -> None:
-        """Let go of all graphs together, once none of them runs any more; none of their replays may be called again."""
+        """Free all graphs, after waiting for those that run. None of their replays may be called again."""
         if not self._kept:
             return
         here = torch.cuda.current_stream(self._device)
@@ -356,7 +355,7 @@ class Graphs:
                 raise ReplayError("a replay gave other numbers than the run that was captured")
         finally:
             ids.copy_(step_ids)
-        graph.replay()  # and the caches hold what they held
+        graph.replay()  # so that the caches hold what they held before
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self._stream is None:
@@ -373,10 +372,10 @@ class Graphs:
             watched = nullcontext() if self._has_captured else NoWaiting(self._device)
             with torch.cuda.stream(self._stream):
                 with watched:
-                    step()  # libraries set themselves up for a stream at their first call on it
+                    step()  # the first call on a stream sets up libraries for it
                 self._stream.synchronize()
                 torch.cuda.empty_cache()
-                self._kept.append(graph)  # also one that fails: until all go
+                self._kept.append(graph)  # also one that fails, until `drop`
                 self._record(graph, step)
         finally:
             here.wait_stream(self._stream)
@@ -415,7 +414,7 @@ def _line(error: Exception) -> str:
 
 
 class NoWaiting(TorchDispatchMode):
-    """While this lasts, what this thread asks of `device` raises `UncapturableError` where the host had to wait."""
+    """While this is active, what this thread runs on `device` raises `UncapturableError` if the host must wait."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -444,7 +443,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _waits(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the host has to know numbers, or how many come out; indexing only does if it selects by true or false."""
+    """Whether the host needs the values, or the size of the output. Indexing needs it only with a boolean mask."""
     if func is torch.ops.aten.index.Tensor:
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
     return bool(_WAITING.intersection(func.tags))
@@ -470,7 +469,7 @@ _MASKED_SLOTS = 4096
 _FIRST_CHECK, _NEXT_CHECK = 64, 8
 """A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
 _ACTIVATIONS = 64
-"""Numbers of a token that are there at once, in hidden sizes: inner layers are four times as wide, heads as wide."""
+"""Activations of one token that are alive at once, in multiples of the hidden size; rather too many."""
 
 Forward = Callable[..., torch.Tensor]
 """(ids (T), cache, positions (T), masks) → logits (T, V)."""
@@ -478,9 +477,9 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """`count` tokens to choose and feed after the contents of `row`, whose last logits (V) are given.
+    """A draft of `count` tokens after the contents of `row`. `logits` (V) are those for the first one.
 
-    `history`: the ids before the draft, if the sampler asks for them; `blocked` (N): ids that it must not choose.
+    `history`: the ids before the draft, if the sampler asks for them. `blocked` (N): ids that it must not choose.
     """
 
     row: Row
@@ -492,7 +491,7 @@ class DraftInput:
 
 
 class DraftRun:
-    """Tokens of many drafts (`chosen` per step: B) and the logits after each of them (B, V), on the device."""
+    """Tokens of many drafts (`chosen`: B per step) and the logits after all but the last (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
         self._behind = logits_after
@@ -500,9 +499,9 @@ class DraftRun:
         self._rows: list[list[int]] | None = None
 
     def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
-        """The first `count` tokens of a draft up to the end of its turn, and whether that came.
+        """The first `count` tokens of a draft, up to the end of its turn, and whether the turn ended.
 
-        The first to ask waits for the device. Raises `NotFiniteError` if a token before the end is none.
+        The first call waits for the device. Raises `NotFiniteError` if logits before the end were not finite.
         """
         if self._rows is None:
             self._rows = self._sent.read()
@@ -516,14 +515,14 @@ class DraftRun:
         return ids, False
 
     def logits(self, column: int, place: int) -> torch.Tensor:
-        """Logits (V) after the token in one position of a draft."""
+        """Logits (V) after the token at position `place` of a draft."""
         return self._behind[place][column]
 
 
 class Step(Protocol):
     """A forward pass of fixed shape; acts as the model's cache.
 
-    `logit_tokens`: the numbers of the tokens whose logits are computed; None: of all.
+    `logit_tokens`: the indices of the tokens whose logits are computed; None: of all.
     """
 
     ids: torch.Tensor
@@ -537,7 +536,7 @@ class Step(Protocol):
 
     @property
     def is_valid(self) -> bool:
-        """Whether what it was made over is still in place."""
+        """Whether the buffers for which the step was made are still in place."""
         ...
 
     def begin(self, rows: Sequence[Any]) -> torch.Tensor:
@@ -545,7 +544,7 @@ class Step(Protocol):
         ...
 
     def advance(self) -> None:
-        """On to the next token of every draft."""
+        """Move every draft on by one position and slot."""
         ...
 
     def make_masks(self) -> None: ...
@@ -558,7 +557,7 @@ class Step(Protocol):
 
 
 class StaticRunner:
-    """Runs the steps of one model: `forward` is its own call, `graphs` captures what it can."""
+    """Runs the steps of one model. `forward`: calls the model. `graphs`: captures steps, where possible."""
 
     def __init__(
         self, forward: Forward, plan: MaskPlan, device: torch.device, dtype: torch.dtype, graphs: Graphs
@@ -576,23 +575,24 @@ class StaticRunner:
         """Numbers of fixed-shape forward passes that were replayed, and that ran eagerly."""
 
     def fits(self, segments: Sequence[ForwardInput]) -> bool:
-        """Whether segments, with reserved slots, should use a fixed-shape step: no prompts, not many."""
+        """Whether these inputs should use a step: none is a prompt, and the step would not be too long."""
         if any(s.visible is None for s in segments):
             return False
         shapes = shapes_of([(s.row, len(s.ids)) for s in segments], tree=True)
         return sum(shape.tokens for shape in shapes) <= self._most
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment in one step; logits (last tokens, V) of each."""
+        """Feed all inputs in one step. Returns the logits (`logit_count`, V) of each."""
         step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
         assert isinstance(step, StaticStep)
         logit_rows = step.fill(segments)
         return list(torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in segments]))
 
     def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
-        """Choose and feed the tokens of many drafts, as often as the longest one wants; waits for nothing.
+        """Choose and feed the tokens of many drafts, up to the longest `count`, without waiting for the device.
 
-        Rows then hold at most what was asked for: the caller knows better once it has read the tokens.
+        `row.used` then counts all tokens of a draft but the last, also those after the end of its turn. The caller
+        corrects it once it has read the tokens.
         """
         chosen, logits_after = self._chosen(drafts, max(draft.count for draft in drafts))
         for draft in drafts:
@@ -617,7 +617,7 @@ class StaticRunner:
         return chosen, logits_after
 
     def warm_up(self, row: Any) -> None:
-        """Run the steps that draft after this row and that verify up to some dozens of tokens, and capture them."""
+        """Run and capture the steps for a draft after this row, and for verifications of up to 64 tokens."""
         for count, tree in ((1, False), *((count, True) for count in WARMED_QUERIES)):
             step = self._step([(row, count)], tree)
             step.begin([row])
@@ -625,10 +625,10 @@ class StaticRunner:
             self._run(step)
 
     def reserve_bytes(self, width: int, vocabulary: int) -> int:
-        """Memory that captured steps may come to take, for a model of hidden size `width`: rather too much.
+        """Bytes that captured steps may take, for a model of hidden size `width`; a generous estimate.
 
-        Logits of the largest step and of its comparison, what its layers pass on, its masks, what each step sees, and
-        the graphs themselves.
+        It counts the logits of the largest step and of its comparison, its activations and masks, the inputs of each
+        step, and the graphs.
         """
         if self.graphs.reason is not None:
             return 0
@@ -637,7 +637,7 @@ class StaticRunner:
         return self._most * ((2 * vocabulary + _ACTIVATIONS * width) * size + masks) + _USUAL_STEPS * _GRAPH_BYTES
 
     def drop(self) -> bool:
-        """Give the memory of steps back; whether any was captured. Nothing of them may still run."""
+        """Free the memory of all steps, none of which may still run. Returns whether any was captured."""
         had = self.graphs.count > 0
         self._steps.clear()
         self._logits.clear()
@@ -670,7 +670,7 @@ class StaticRunner:
             step.capture_at = 4 * step.uses
 
     def _feed(self, step: Step) -> None:
-        """The step itself, from its buffers to its logits."""
+        """Run the step eagerly, from its buffers to its logits."""
         step.make_masks()
         with running(step):
             keep = {} if step.logit_tokens is None else {"logits_to_keep": step.logit_tokens}
@@ -681,7 +681,7 @@ class StaticRunner:
         step.logits.copy_(logits)
 
     def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Logits buffer (T, V) shared by steps of one size class: usual sizes, and the longest."""
+        """A buffer for logits (T, V). Usual steps share one; longer ones, up to the limit, share another."""
         if tokens > self._most:
             return torch.empty_like(like)
         size = _USUAL_TOKENS if tokens <= _USUAL_TOKENS else self._most
@@ -690,7 +690,7 @@ class StaticRunner:
         return self._logits[size][:tokens]
 
     def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
-        """The step of the smallest shape that holds this number of tokens of these rows."""
+        """The step of the smallest shapes that hold these numbers of tokens of these rows; made if there is none."""
         shapes = shapes_of(requests, tree)
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
         step = self._steps.get(key)
@@ -702,7 +702,10 @@ class StaticRunner:
         return step
 
     def _make_place(self) -> None:
-        """For one step more: without those that are of no use, else those that are not captured; else without any."""
+        """Make room for one more step. With too many graphs, all steps go. With too many steps, invalid ones go.
+
+        If these do not suffice, the oldest steps without a graph go.
+        """
         if self.graphs.count >= _MOST_GRAPHS:
             self.drop()
         if len(self._steps) < _MOST_STEPS:

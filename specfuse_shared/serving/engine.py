@@ -1,7 +1,7 @@
 """The engine: members loaded once, many answers at a time, streamed segment by segment.
 
-One engine per configuration and process, shared by all callers and freed with its last lease. After a fork the child
-starts afresh, because neither threads nor device contexts survive one.
+With `lease_engine`, a process has one engine per configuration. All callers share it, and it is freed with its last
+lease. A forked child starts without engines, because neither threads nor device contexts survive a fork.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ FORKED = (
 
 @cache
 def limit_threads_after_fork() -> None:
-    """Let processes that are forked from this one compute with one thread each.
+    """Make processes that are forked from this one compute with one thread each.
 
-    The threads that OpenMP keeps do not survive a fork, and the next one to ask for them would wait for ever.
+    OpenMP's pool of threads does not survive a fork, so a child that asks for it would wait for ever.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
@@ -89,7 +89,7 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot answer any more: it was closed, it broke, or it belongs to the parent of a fork."""
+        """Whether it cannot answer any more: it was closed, it broke, or it was made before a fork, in the parent."""
         return self._closed or not self.is_of_this_process or self.failure is not None
 
     @property
@@ -156,7 +156,7 @@ class EnsembleEngine:
         return self
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary, which the first grammar would wait for. `load` does that, too.
+        """Read every member's vocabulary, so that the first grammar does not wait for it. `load` does that, too.
 
         Example:
             ```python
@@ -166,7 +166,7 @@ class EnsembleEngine:
         self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:
-        """Describe the loaded members; loads them if necessary.
+        """Describe the members; loads them if necessary.
 
         Returns:
             A report for each member: device, number format, memory, verification, probe error.
@@ -602,8 +602,7 @@ class _Shared:
 class EngineLease:
     """A share in an engine. The engine closes with its last lease.
 
-    A lease that is dropped without `close` leaves the engine loaded for the next caller, or until
-    `close_idle_engines`.
+    If a lease is dropped without `close`, the engine stays loaded for the next caller, until `close_idle_engines`.
     """
 
     def __init__(self, engine: EnsembleEngine, release: Callable[[bool], None]) -> None:
@@ -611,7 +610,7 @@ class EngineLease:
         self._give_back: Callable[[bool], None] | None = release
 
     def close(self) -> None:
-        """Return the share. Safe to call twice."""
+        """Give up the share; the last one closes the engine. Safe to call twice."""
         self._release(close=True)
 
     def _release(self, close: bool) -> None:
@@ -679,7 +678,7 @@ def lease_engine(config: EnsembleConfig) -> EngineLease:
         config: The ensemble. Equal configurations share one engine.
 
     Returns:
-        A lease; the engine is freed with its last lease.
+        A lease. Closing the last one frees the engine.
 
     Example:
         ```python
@@ -693,7 +692,7 @@ def lease_engine(config: EnsembleConfig) -> EngineLease:
 
 
 def close_idle_engines() -> int:
-    """Close the engines of this process without a lease, for example after models were dropped without `close`.
+    """Close the engines of this process that have no lease, for example after models were dropped without `close`.
 
     Returns:
         The number of closed engines.
