@@ -548,10 +548,11 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):
             return values
         ensembles = values.get("ensembles") or {}
-        if name != "demo" and (isinstance(name, list | tuple) or not ensembles):  # as models of one provider take it
+        if name == "demo" and name not in ensembles:
+            return {**values, "members": "demo"}
+        if isinstance(name, list | tuple) or not ensembles:  # as models of one provider take it
             return members_of_model(values, name)
-        config = _ensemble_named(name, ensembles)
-        return {**values, **({"members": "demo"} if name == "demo" else {"config": config})}
+        return {**values, "config": _ensemble_named(name, ensembles)}
 
     @property
     def _llm_type(self) -> str:

@@ -244,7 +244,7 @@ class _Growing:
     def take(self, response: ChatResponse) -> Any:
         """An instance of the class if the value is already valid, else of a class whose fields are all optional."""
         text = response.message.content or ""
-        value = from_json(text, allow_partial="trailing-strings") if text else {}
+        value = from_json(text, allow_partial="trailing-strings") if text.strip() else {}
         try:
             parsed: BaseModel = self._output_cls.model_validate(value)
         except ValidationError:

@@ -452,7 +452,10 @@ class EnsembleConfig(Settings):
             if not callable(value):
                 check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
         self._check_score()
-        check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        check(
+            0 <= self.feedback_rate <= 100,
+            f"EnsembleConfig.feedback_rate must be between 0 and 100, not {self.feedback_rate!r}",
+        )
         if self.feedback_limit == math.inf:  # as files say it
             object.__setattr__(self, "feedback_limit", None)
         limit = self.feedback_limit

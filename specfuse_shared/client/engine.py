@@ -20,6 +20,7 @@ from copy import copy
 from dataclasses import fields
 from email.utils import parsedate_to_datetime
 from typing import Any, Self, Unpack
+from urllib.parse import quote
 from weakref import WeakKeyDictionary, finalize
 
 import httpx
@@ -438,7 +439,7 @@ class RemoteEngine:
     def describe(self) -> Mapping[str, Any]:
         """The server's description: id, members, reference, context_limit, max_concurrent, and who of them thinks."""
         if not self._described:
-            path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
+            path = "/v1/models" if self._model is None else f"/v1/models/{quote(self._model, safe='')}"
             listed = self._call("GET", path)
             with understood(self.base_url):
                 listed = listed["data"][0] if self._model is None else listed

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -527,6 +527,7 @@ class Step(Protocol):
 
     ids: torch.Tensor
     positions: torch.Tensor
+    moving: torch.Tensor
     logit_tokens: torch.Tensor | None
     logits: torch.Tensor | None
     replay: Callable[[], None] | None
@@ -605,14 +606,19 @@ class StaticRunner:
         choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
         chosen, logits_after = [choose(logits, 0)], list[torch.Tensor]()
         if count > 1:
-            for row in rows:
-                row.reserve(row.used + count)
+            for draft in drafts:
+                draft.row.reserve(draft.row.used + draft.count)
+            numbers_of = defaultdict[int, list[int]](list)  # by the count of drafts that end before others
+            for number, draft in enumerate(drafts):
+                numbers_of[draft.count].append(number)
             step = self._step([(row, 1) for row in rows], tree=False)
             at = step.begin(rows)
             for offset in range(1, count):
                 step.ids.index_copy_(0, at, chosen[-1].clamp(min=0))
                 logits_after.append(self._run(step).index_select(0, at))
                 chosen.append(choose(logits_after[-1], offset))
+                if offset in numbers_of:  # no further: there may be no position or page for it
+                    step.moving.index_fill_(0, at[upload(numbers_of[offset], self._device)], 0)
                 step.advance()
         return chosen, logits_after
 

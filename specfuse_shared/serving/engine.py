@@ -140,20 +140,29 @@ class EnsembleEngine:
             if self._scheduler is None:
                 try:
                     assembly = self._assemble(on_progress or loading_bar)
-                    assembly.read_vocabularies()
+                    scheduler = self._scheduler_of(assembly)
                 finally:
                     loading_bar.close()
-                infos = [member.info for member in assembly.members]
-                free = {device: size for lane in assembly.lanes for device, size in lane.memory().items()}
-                budget = Budget(self.config, infos, shared_out(free))
-                for lane in assembly.lanes:
-                    lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
-                scheduler = Scheduler(assembly, budget, QueueSlots(self.config), self._metrics)
                 self._opener = Submitter(assembly.members, scheduler)
                 self._assembly, self._scheduler = assembly, scheduler
                 weakref.finalize(self, scheduler.close)
                 limit_threads_after_fork()
         return self
+
+    def _scheduler_of(self, assembly: Assembly) -> Scheduler:
+        """The scheduler of loaded members, which are closed if it cannot be made."""
+        try:
+            assembly.read_vocabularies()
+            infos = [member.info for member in assembly.members]
+            free = {device: size for lane in assembly.lanes for device, size in lane.memory().items()}
+            budget = Budget(self.config, infos, shared_out(free))
+            for lane in assembly.lanes:
+                lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
+            return Scheduler(assembly, budget, QueueSlots(self.config), self._metrics)
+        except BaseException:
+            for lane in assembly.lanes:
+                lane.close()
+            raise
 
     def prepare_grammars(self) -> None:
         """Read every member's vocabulary, so that the first grammar does not wait for it. `load` does that, too.

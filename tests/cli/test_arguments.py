@@ -123,4 +123,4 @@ def test_an_error_in_a_file_is_not_reported_as_an_options(tmp_path: Path, capsys
     file = tmp_path / "e.toml"
     file.write_text('[ensembles.a]\nmembers = ["x"]\nfeedback_rate = -1\n', "utf-8")
     assert main(["ask", "hi", "--config", str(file)]) == 2
-    assert "EnsembleConfig.feedback_rate must be ≥ 0, not -1" in capsys.readouterr().err
+    assert "EnsembleConfig.feedback_rate must be between 0 and 100, not -1" in capsys.readouterr().err

@@ -120,6 +120,8 @@ def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
     demo, pair = ChatSpecFuse(model="demo"), ChatSpecFuse(model_name="pair", ensembles={"pair": ["no/one", "no/two"]})
     assert demo._ensemble() == ChatSpecFuse(members="demo")._ensemble()
     assert pair._ensemble().names == ("one", "two")
+    own = ChatSpecFuse(model="demo", ensembles={"demo": ["no/one"]})
+    assert own._ensemble().names == own._ensemble("demo").names == ("one",), "the caller's, not the packaged one"
     assert pair.model_name == pair._get_ls_params()["ls_model_name"] == "pair"
     chosen = ChatSpecFuse(members=["no/one"], ensembles=pair.ensembles).configurable_fields(
         model_name=ConfigurableField(id="who")

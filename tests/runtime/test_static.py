@@ -104,6 +104,22 @@ def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRe
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("pages", [0, 40])
+def test_a_short_draft_beside_a_long_one_stays_within_the_context(pages: int, tmp_path: Path) -> None:
+    save_model("gpt2", byte_level_tokenizer(), tmp_path, n_positions=64)
+    loaded = LocalMember(MemberConfig(str(tmp_path))).runner
+    graphs = Graphs(loaded.model.device, "tiny")
+    runner = ModelRunner(loaded.model, loaded.plan, slots=loaded.pool.slots, graphs=graphs, pages=pages)
+    sequences = [opened(runner, list(range(20, 20 + length))) for length in (61, 12, 62)]
+    counts = [3, 12, 1]
+    drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
+    chosen = drafted_by(sequences, drafts)
+    for sequence, draft, sampler, tokens in zip(sequences, drafts, samplers, chosen, strict=True):
+        ids, _ = sequence.drafted(draft, tokens, ())
+        assert ids == one_by_one(opened(runner, list(sequence.prompt)), sampler, draft.count)
+
+
+@torch.inference_mode()
 def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, either: ModelRunner) -> None:
     runner = either
     counts = [6, 9, 9, 1, 4, 9]

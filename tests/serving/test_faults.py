@@ -13,6 +13,8 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import EnsembleResult, FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.members.assembly import Assembly
+from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from tests.support.against_naive import FAULT_ROW, local_members
 from tests.support.faults import FAULTS, fault_in
@@ -132,6 +134,28 @@ def test_a_member_that_cannot_load_leaves_the_engine_usable_for_another_try(tiny
             with pytest.raises(MemberLoadError, match="/nowhere/model"):
                 engine.generate("x")
     TABLE.append(("missing files", "load", "a member", "MemberLoadError that names it, each time"))
+
+
+def test_members_are_closed_if_loading_is_interrupted_after_their_weights(
+    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(assembly: Assembly) -> None:
+        raise KeyboardInterrupt
+
+    def noted(lane: LocalLane) -> None:
+        closed.append(lane)
+        close(lane)
+
+    closed: list[LocalLane] = []
+    close = LocalLane.close
+    monkeypatch.setattr(LocalLane, "close", noted)
+    with EnsembleEngine(tiny_engine.config) as engine, monkeypatch.context() as patch:
+        patch.setattr(Assembly, "read_vocabularies", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load()
+        assert {name for lane in closed for name in lane.local} == set(tiny_engine.config.names)
+        patch.undo()
+        assert engine.generate("x", SamplingParams(max_tokens=2)).usage.completion_tokens == 2
 
 
 def test_out_of_memory_first_splits_the_batch(engine: EnsembleEngine) -> None:
