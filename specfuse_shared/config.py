@@ -273,7 +273,9 @@ def _at_home(path: str) -> str:
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
-        raise ConfigError(f"{path} begins with the home folder of nobody here: write the whole path") from error
+        raise ConfigError(
+            f"{path} begins with the home folder of a user who does not exist: write the whole path"
+        ) from error
 
 
 SCORES: dict[str, Callable[..., ScorePolicy]] = {
@@ -548,7 +550,7 @@ class EnsembleConfig(Settings):
             return self
         check(not isinstance(names, str), f"members is {names!r}: give a list of names")
         for name in names:
-            check_choice("a member that shall take part", name, self.names)
+            check_choice("a member", name, self.names)
         members = [member for member in self.member_configs if member.name in names]
         return replace(self, members=members, reference=self.reference if self.reference in names else None)
 

@@ -70,7 +70,7 @@ def checked_headers(what: str, headers: Mapping[str, str] | None) -> dict[str, s
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(f"{what} holds {name!r}: names and values of headers are text")
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise ConfigError(f"{what} holds {name!r}, whose name or value is no header: use printable ASCII")
+            raise ConfigError(f"{what} holds {name!r}, which cannot be an HTTP header: use printable ASCII")
         if name.lower() == "authorization":
             raise ConfigError(f"{what} holds {name!r}: give the key as api_key=…, so that it is kept secret")
         if name.lower() in _OWN:
@@ -286,7 +286,7 @@ class _EventReader:
         return None
 
     def refused(self, error: Exception) -> GenerationError:
-        return GenerationError(f"the server is not believed: {error}", member=None, text=self.text)
+        return GenerationError(f"the server's response was refused: {error}", member=None, text=self.text)
 
     def lost(self) -> EngineClosedError:
         return EngineClosedError("the server went away while it answered: try again", text=self.text)
@@ -557,7 +557,7 @@ class RemoteEngine:
         try:
             yield
         except ResponseRefusedError as error:
-            raise SpecFuseError(f"the server at {self.base_url} is not believed: {error}") from error
+            raise SpecFuseError(f"the response of the server at {self.base_url} was refused: {error}") from error
         except httpx.TransportError as error:
             what = f"no server answers at {self.base_url} ({type(error).__name__})"
             raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
@@ -583,7 +583,7 @@ def _refusal(response: httpx.Response) -> SpecFuseError:
         error = response.json()["error"]
         refused = error_from_json(error.get("specfuse") or error)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return SpecFuseError(f"{response.url.host} answers {response.status_code}: it is no server of SpecFuse")
+        return SpecFuseError(f"{response.url.host} answers {response.status_code}: this is not a SpecFuse server")
     if response.status_code == 401:
         return AuthenticationError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
     return refused

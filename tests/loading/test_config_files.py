@@ -135,5 +135,5 @@ def test_a_home_folder_is_found_for_every_path(tmp_path: Path, monkeypatch: pyte
     assert (member.model, member.adapter, member.tokenizer) == tuple(
         str(tmp_path / name) for name in ("chat", "adapter", "tokens")
     )
-    with pytest.raises(ConfigError, match="the home folder of nobody here"):
+    with pytest.raises(ConfigError, match="the home folder of a user who does not exist"):
         MemberConfig("~nobody-of-this-name/model")

@@ -167,9 +167,9 @@ async def test_our_own_clients_take_no_stream_without_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(bounded_http, "MOST_BYTES", 1 << 18)
     with answering(b": nothing\n\n" * 100_000, STREAM) as address:
         engine = RemoteEngine(address, "m")
-        with pytest.raises(GenerationError, match="not believed: it sends more than"):
+        with pytest.raises(GenerationError, match="refused: it sends more than"):
             engine.generate("x")
-        with pytest.raises(GenerationError, match="not believed: it sends more than"):
+        with pytest.raises(GenerationError, match="refused: it sends more than"):
             async for _ in engine.astream("x"):
                 pass
         engine.close()

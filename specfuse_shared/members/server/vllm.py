@@ -131,7 +131,7 @@ class ServerClient:
                 "MemberConfig(server_timeout=…), or look after it"
             ) from error
         except ResponseRefusedError as error:
-            raise ServerError(f"the server at {self.address} is not believed: {error}") from error
+            raise ServerError(f"the response of the server at {self.address} was refused: {error}") from error
         except httpx.TransportError as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ServerUnreachableError(
