@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, TypeVar, cast
 
 import torch
@@ -114,14 +115,14 @@ def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
     try:
         results = feed_together([work.pending for work in works if work.pending is not None])
     except Exception as error:
+        if is_out_of_memory(error):
+            clear_frames(error.__traceback__)  # they hold tensors and graphs, which must go before the next try
         if len(works) > 1:
             size = (len(works) + 1) // 2 if is_out_of_memory(error) else 1
             logger.warning("a forward pass of %d answers failed (%s); feeding %d at a time", len(works), error, size)
             for start in range(0, len(works), size):
                 feed_all(works[start : start + size])
-        elif isinstance(error, OutOfPagesError):  # nothing else that could be given back would be a page
-            works[0].fail(error)
-        elif is_out_of_memory(error) and tries and (_make_room(works[0]) or tries == _MOST_TRIES):
+        elif is_out_of_memory(error) and tries and (_make_room(works[0], error) or tries == _MOST_TRIES):
             feed_all(works, tries - 1)
         else:
             works[0].fail(error)
@@ -130,10 +131,10 @@ def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
         work.result = result
 
 
-def _make_room(work: StageWork[Any]) -> bool:
-    """Whether something could be given back for the work's forward."""
+def _make_room(work: StageWork[Any], error: Exception) -> bool:
+    """Free memory for the work's forward pass; whether there was any. No other memory is of use for a page."""
     assert work.pending is not None
-    return work.pending.sequence.runner.pool.reclaim_memory()
+    return not isinstance(error, OutOfPagesError) and work.pending.sequence.runner.pool.reclaim_memory()
 
 
 @torch.inference_mode()
