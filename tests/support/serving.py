@@ -110,7 +110,7 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
         assert select.select([process.stderr], [], [], 60)[0]
         line = process.stderr.readline()
         match = re.search(r"listening at (http://\S+)", line)
-        assert match, line + process.stderr.read()
+        assert match, line
         yield process, match[1]
     finally:
         process.kill()
