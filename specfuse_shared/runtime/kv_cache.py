@@ -529,8 +529,8 @@ class PrefixCache:
 
     def shrink(self, limit: int = 0) -> None:
         """Drop the least recently used entries until the rest takes at most `limit` bytes."""
-        while self._entries and self.memory_bytes > limit:
-            self._drop(self._entries[0])
+        while self.memory_bytes > limit and self.drop_oldest():
+            pass
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used entry; whether there was one."""

@@ -179,7 +179,7 @@ class ModelRunner:
         arena.reclaim_pages = self.prefixes.drop_oldest
         text = self.model.config.get_text_config(decoder=True)
         groups = getattr(text, "num_attention_heads", 1) // min(keys.shape[1] for keys, _ in self._slots.values())
-        longest = getattr(text, "max_position_embeddings", None)
+        most_pages = arena.pages_of(getattr(text, "max_position_embeddings", None) or 0) or pages
         self.pool = arena
         self.static = PackedRunner(
             self._forward,
@@ -190,7 +190,7 @@ class ModelRunner:
             arena,
             max(1, groups),
             self._forward.can_skip_logits,
-            **({"most_pages": arena.pages_of(longest)} if longest else {}),
+            most_pages,
         )
 
     def keep_last(self, count: int) -> dict[str, int]:

@@ -97,14 +97,16 @@ class PackedStep(Cache):
         """Always: buffers and arena never move."""
         return True
 
-    def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
-        """Write the tokens of answers into the buffers.
+    def fill(
+        self, segments: Sequence[ForwardInput], prefixes: Sequence[NDArray[np.int64]], bases: Sequence[int]
+    ) -> torch.Tensor:
+        """Write the tokens of answers into the buffers. `prefixes`, `bases`: of each segment (`_prefixes`, `_base`).
 
         Returns the rows of the logits that the answers want, on the device.
         """
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(segments), 2), dtype=np.int32)
-        width = max((s.slots - _base(s) for s in segments), default=0)
+        width = max(s.slots - base for s, base in zip(segments, bases, strict=True))
         tail = np.zeros((self.tokens, width), dtype=np.uint8)
         tail_positions = np.zeros((len(segments), width), dtype=np.int32)
         each, first, block = self._layout.longest, 0, 0
@@ -114,13 +116,10 @@ class PackedStep(Cache):
             assert isinstance(row, PagedRow)
             at, stop = segment.slot_positions(), first + count
             inputs[:, first:stop] = segment.ids, at[-count:], row.places(row.used, segment.slots)
-            base = _base(segment)
-            tokens[first:stop, 0], tokens[first:stop, 2] = number, at[-count:]
+            base = bases[number]
+            tokens[first:stop, 0], tokens[first:stop, 1], tokens[first:stop, 2] = number, prefixes[number], at[-count:]
             answers[number] = base, segment.slots
-            if segment.visible is None:
-                tokens[first:stop, 1] = np.arange(row.used + 1, segment.slots + 1)
-            else:
-                tokens[first:stop, 1] = _prefixes(segment.visible)
+            if segment.visible is not None:
                 tail[first:stop, : segment.slots - base] = segment.visible[:, base:]
                 tail_positions[number, : segment.slots - base] = at[base:]
             for start in range(first, stop, each):
@@ -228,14 +227,17 @@ class PackedStep(Cache):
         return upload(list(range(len(last))), self.inputs.device)
 
 
-def _prefixes(visible: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Number of the first slots that each token sees without a gap."""
+def _prefixes(segment: ForwardInput) -> NDArray[np.int64]:
+    """How many slots each token of a segment sees from the first on without a gap."""
+    visible = segment.visible
+    if visible is None:
+        return np.arange(segment.row.used + 1, segment.slots + 1)
     return np.asarray(np.where(visible.all(axis=1), visible.shape[1], visible.argmin(axis=1)))
 
 
-def _base(segment: ForwardInput) -> int:
-    """The slot at which the tail of a segment's answer begins. Every token sees every slot before it."""
-    return segment.slots if segment.visible is None else int(_prefixes(segment.visible).min())
+def _base(segment: ForwardInput, prefixes: NDArray[np.int64]) -> int:
+    """The first slot of the tail of a segment's answer. Every token sees all slots before it."""
+    return segment.slots if segment.visible is None else int(prefixes.min())
 
 
 def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
@@ -296,7 +298,7 @@ class PackedRunner(StaticRunner):
         arena: PageArena,
         groups: int,
         can_skip_logits: bool,
-        most_pages: int = _MOST_PAGES,
+        most_pages: int,
     ) -> None:
         super().__init__(forward, plan, device, dtype, graphs)
         self._most = SIZES[-1]
@@ -326,9 +328,11 @@ class PackedRunner(StaticRunner):
 
     def _fed(self, group: Sequence[ForwardInput]) -> Sequence[torch.Tensor]:
         """Logits of the segments of one step."""
-        width = max(s.slots - _base(s) for s in group)
+        prefixes = [_prefixes(segment) for segment in group]
+        bases = [_base(segment, own) for segment, own in zip(group, prefixes, strict=True)]
+        width = max(s.slots - base for s, base in zip(group, bases, strict=True))
         step = self._packed([(s.row, len(s.ids)) for s in group], sum(s.logit_count for s in group), width)
-        logit_rows = step.fill(group)
+        logit_rows = step.fill(group, prefixes, bases)
         return torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in group])
 
     def warm_up(self, row: Any) -> None:
