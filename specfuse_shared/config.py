@@ -18,6 +18,7 @@ from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
 from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
+COMPILES = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "llama.cpp", "transformers")
 CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
@@ -25,11 +26,11 @@ OLLAMA = "ollama:"
 """The prefix of a name in Ollama's store of models."""
 _OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
 """Settings of llama.cpp alone."""
-_OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "trust_remote_code", "allow_pickle")
+_OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "compile", "trust_remote_code", "allow_pickle")
 """Settings of transformers alone, about loading a model."""
 _SERVERS_OWN = (
-    *("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle", "backend"),
-    *_OF_LLAMA_CPP,
+    *("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "compile", "allow_pickle"),
+    *("backend", *_OF_LLAMA_CPP),
 )
 """Settings that a server decides for its model."""
 BACKSLASHES = (
@@ -95,6 +96,8 @@ class MemberConfig(Settings):
     """Lowers the model's context limit, in tokens."""
     attn_implementation: str | None = None
     """Passed to transformers; the probe at load checks that it is exact."""
+    compile: str = "auto"
+    """"auto" compiles the layers on a CUDA or ROCm GPU, which takes some seconds at the first load; "off" does not."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Set it only for repositories that you have read."""
     allow_pickle: bool = False
@@ -137,6 +140,7 @@ class MemberConfig(Settings):
             "MemberConfig.adapter_revision is set without adapter: set adapter to a hub id, too",
         )
         check_choice("MemberConfig.dtype", self.dtype, DTYPES)
+        check_choice("MemberConfig.compile", self.compile, COMPILES)
         if self.quantization is not None:
             check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
         check(
@@ -298,7 +302,7 @@ FIRST_WEIGHTS = ("size", "equal")
 FEEDBACKS = ("uniform", *get_args(policies.Schedule))
 EXITS = (*get_args(policies.Temperature), "never")
 WHEN_BUSY = ("wait", "raise")
-EXECUTIONS = ("auto", "static", "paged", "dynamic")
+EXECUTIONS = ("auto", "paged", "dynamic")
 DEMO: Final = "demo"
 """The name for both members of the demo together. It is not a model."""
 _WHOLE = 4.0
@@ -417,10 +421,10 @@ class EnsembleConfig(Settings):
     reuse_prefixes: bool = True
     """Reserve an eighth of the memory for caches, so that prompts that begin like earlier ones reuse theirs."""
     execution: str = "auto"
-    """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
-    token by token; "auto" is static on a GPU, else dynamic. "paged" packs the tokens of all answers, prompts
-    included, into forward passes over a paged cache; the shape of such a pass is its number of tokens. It has not been
-    measured on a GPU yet. Members that cannot run static or paged steps stay dynamic."""
+    """"paged" packs the tokens of all answers, prompts included, into forward passes over a paged cache, which is
+    allocated at load. The shape of such a pass is its number of tokens, so that CUDA graphs replay it on a GPU.
+    "dynamic" goes token by token, and allocates caches as answers need them. "auto" is paged on a CUDA, ROCm or Apple
+    GPU, else dynamic. Members whose paged passes are not exact stay dynamic, with a warning."""
     speculation: str = "auto"
     """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
     passes and changes no answer. "off": every drafted token takes one forward pass."""

@@ -301,8 +301,9 @@ class MemberReport:
     two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
     "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
     `context`: token limit, None if the model states none. `backend`: what runs it; `why`: the reason for
-    that backend. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or in
-    the shape that the tokens have ("dynamic"); empty with other backends than transformers.
+    that backend. `layers`: "compiled", or "not compiled: " and the reason; empty if that was not tried. `forwards`:
+    counts of forward passes: "replayed" as CUDA graphs, as packed steps without a graph ("packed"), or in the shape
+    that the tokens have ("dynamic"); empty with other backends than transformers.
     """
 
     name: str
@@ -324,4 +325,5 @@ class MemberReport:
     backend: str = "transformers"
     why: str = ""
     advice: str = ""
+    layers: str = ""
     forwards: Mapping[str, int] = field(default_factory=dict)

@@ -133,9 +133,9 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
 
 @pytest.fixture(scope="session")
-def static_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
-    """The two tiny members in static execution."""
-    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+def paged_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    """The two tiny members in paged execution."""
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged")) as engine:
         yield engine.load()
 
 

@@ -271,7 +271,6 @@ class MemberInfo:
     `devices`: its devices, each with the share of the caches on it; empty if its memory is managed elsewhere.
     `thinks`: it reasons before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
     `report`: facts for users. `drafts_under_grammar`: whether it drafts under a grammar, or only judges.
-    `fixed_blocks`: rows come in blocks that stay in place.
     `cache_tokens`: its cache is preallocated and holds this number of tokens of all answers, and `cache_branches`
     branches; None if answers allocate memory as needed.
     `may_guess`: it supports guesses of the next tokens (`EnsembleConfig.speculation`).
@@ -287,7 +286,6 @@ class MemberInfo:
     vocabulary_size: int
     report: MemberReport
     drafts_under_grammar: bool = True
-    fixed_blocks: bool = False
     may_guess: bool = False
     cache_tokens: int | None = None
     cache_branches: int | None = None

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
@@ -32,12 +31,6 @@ from specfuse_shared.runtime.kv_cache import CacheBlock
 from specfuse_shared.runtime.sampler import upload
 
 _MOST_FOLDED_QUERIES = 128
-_WORKERS = {"cuda": 256}
-"""About how many blocks of queries and heads a device computes at once. With fewer blocks, the slots are split, too."""
-_FEWEST_SLOTS, _FEWEST_SLOTS_OF_A_PIECE = 1024, 128
-_QUERIES_OF_A_WORKER = 64
-_ALIGNED = 8
-"""Torch's kernels for GPUs need head sizes, and rows of a mask, that are a multiple of this."""
 
 
 def choose_kernels(device: torch.device) -> None:
@@ -79,90 +72,12 @@ def grouped_kernel(
         return out.transpose(1, 2).contiguous(), None
     if attention_mask is None or queries > _MOST_FOLDED_QUERIES or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    pieces = _pieces(batch * key.shape[1], groups * queries, key)
-    if groups == pieces == 1:
+    if groups == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
     mask = attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1)
-    if pieces > 1:
-        out = split_attention(folded, key, value, mask, scaling, pieces)
-    else:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def split_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    pieces: int,
-) -> torch.Tensor:
-    """Attention (B, H, Q, D) over equal pieces of the slots in parallel, for few queries over many slots.
-
-    A masked kernel processes all K slots sequentially for each head of each answer, which leaves most of a large card
-    idle. Here each piece s gives its output o_s and the logarithm l_s of its sum of exponentials, and the whole is
-    Σ_s softmax_s(l) o_s (FlashDecoding, Dao et al. 2023). `query` (B, H, Q, D), `key` and `value` (B, H, K, D) without
-    gaps, `mask` (B, 1, 1 or Q, K) additive and finite.
-    """
-    batch, heads, queries, size = query.shape
-    slots = key.shape[2] // pieces
-    keys, values = (t.view(batch * heads, pieces, slots, t.shape[-1]) for t in (key, value))
-    queries_of_pieces = query.reshape(batch * heads, 1, queries, size).expand(-1, pieces, -1, -1)
-    bias = mask.reshape(*mask.shape[:3], pieces, slots).transpose(2, 3).expand(-1, heads, -1, -1, -1)
-    bias = bias.reshape(batch * heads, pieces, mask.shape[2], slots).expand(-1, -1, queries, -1)
-    out, logs = _WITH_LOGS[query.device.type](queries_of_pieces, keys, values, bias, scaling)
-    shares = logs[:, :, :queries].softmax(1)
-    return (out * shares[..., None]).sum(1).to(query.dtype).view(batch, heads, queries, -1)
-
-
-def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
-    """Number of pieces of the slots, for `heads` key heads of all answers with `queries` queries each; 1: no split."""
-    slots, workers = key.shape[2], _WORKERS.get(key.device.type, 0)
-    busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
-    fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
-    if not fits or not _gives_logs(key.device, key.dtype):
-        return 1
-    while 2 * pieces * busy <= workers and _splits(slots, 2 * pieces):
-        pieces *= 2
-    return pieces
-
-
-def _splits(slots: int, pieces: int) -> bool:
-    """Whether each piece is long enough, and its mask begins at an address that torch's kernels accept."""
-    return slots % (pieces * _ALIGNED) == 0 and slots >= pieces * _FEWEST_SLOTS_OF_A_PIECE
-
-
-def _on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
-    return output[0], output[1]
-
-
-def _on_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, attn_mask=mask, scale=scaling
-    )
-    return output[0], output[1]
-
-
-_WITH_LOGS = {"cuda": _on_cuda, "cpu": _on_cpu}
-"""Torch's attention that also returns the logarithms of the sums of exponentials (B, H, Q or more)."""
-_OLDEST = {torch.float32: (7, 0), torch.float16: (7, 0), torch.bfloat16: (8, 0)}
-"""The lowest compute capability of CUDA devices that have such a kernel for a dtype."""
-
-
-@cache
-def _gives_logs(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda":
-        return device.type in _WITH_LOGS
-    if torch.version.hip is not None or dtype not in _OLDEST:
-        return False
-    return torch.cuda.get_device_capability(device) >= _OLDEST[dtype]
 
 
 def eager_kernel(
@@ -303,6 +218,8 @@ class Batch(Cache):
     segment.
     """
 
+    is_packed = False
+
     def __init__(
         self, segments: Sequence[ForwardInput], plan: MaskPlan, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -435,7 +352,9 @@ def _seen_by(inputs: Sequence[ForwardInput], rows: int, queries: int, slots: int
 
 
 class Attending(Protocol):
-    """A forward pass whose attention reads cache rows."""
+    """A forward pass whose attention reads cache rows. `is_packed`: it is a packed step."""
+
+    is_packed: bool
 
     def attend(
         self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
@@ -465,6 +384,11 @@ def running(batch: Attending) -> Iterator[None]:
         yield
     finally:
         _running.batch = None
+
+
+def is_in_packed_step() -> bool:
+    """Whether this thread's forward pass is a packed step."""
+    return _running.batch is not None and _running.batch.is_packed
 
 
 def _in_batches(kernel: Kernel) -> Kernel:

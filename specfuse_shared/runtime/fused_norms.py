@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -31,32 +30,41 @@ def fuse_norms(model: torch.nn.Module) -> int:
     for module in model.modules():
         if hasattr(module, "_hf_hook") or (formula := _formula(module)) is None:
             continue
-        offset, epsilon = formula
+        norm: Any = module
+        kind: Any = type(module)
+        offset, norm.fused_epsilon = formula
         if offset:
             scale = torch.as_tensor(module.weight).float() + offset
             module.register_buffer("fused_scale", scale, persistent=False)
-            module.forward = partial(_scaled, module, epsilon)
-        else:
-            module.forward = partial(_plain, module, epsilon, module.forward)
+        norm.__class__ = _fused(kind, bool(offset))
         count += 1
     return count
 
 
-def _plain(module: Any, epsilon: float, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    if x.dtype != module.weight.dtype:
-        return torch.as_tensor(forward(x))
-    return rms_norm(x, module.weight.shape, module.weight, epsilon)
+@cache
+def _fused(kind: Any, has_offset: bool) -> type:
+    """A subclass with a fused forward pass. It is the same for all layers, so that compiled code serves all of them."""
 
+    def plain(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != module.weight.dtype:
+            return torch.as_tensor(kind.forward(module, x))
+        return rms_norm(x, module.weight.shape, module.weight, module.fused_epsilon)
 
-def _scaled(module: Any, epsilon: float, x: torch.Tensor) -> torch.Tensor:
-    """In float32, for 1 + weight has more digits than 16 bits hold."""
-    return rms_norm(x.float(), module.weight.shape, module.fused_scale, epsilon).to(x.dtype)
+    def scaled(module: Any, x: torch.Tensor) -> torch.Tensor:
+        """In float32, for 1 + weight has more digits than 16 bits hold."""
+        return rms_norm(x.float(), module.weight.shape, module.fused_scale, module.fused_epsilon).to(x.dtype)
+
+    return type(kind.__name__, (kind,), {"forward": scaled if has_offset else plain, "__module__": kind.__module__})
 
 
 def _formula(module: torch.nn.Module) -> tuple[float, float] | None:
     """Offset and ε of an RMS norm; None for other modules, and for one that computes something else."""
     kind = type(module)
-    if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+    if (
+        hasattr(module, "fused_epsilon")
+        or not kind.__name__.endswith("RMSNorm")
+        or [name for name, _ in module.named_parameters()] != ["weight"]
+    ):
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float):

@@ -8,8 +8,6 @@ Symbols: T tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch.nn.functional import linear
 
@@ -44,13 +42,24 @@ def _operation(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias
 
 @_operation.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(len(x), len(weight))
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The operation in plain torch: the scales come last, when the sums are rounded already, as torchao has it."""
     product = linear(x, weight.to(x.dtype)) * scales.to(x.dtype)
     return product if bias is None else product + bias
+
+
+class Int8Linear(torch.nn.Linear):
+    """A linear layer over `int8_weight` (N, K) and `int8_scales` (N)."""
+
+    int8_weight: torch.Tensor
+    int8_scales: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = int8_linear(x.flatten(0, -2), self.int8_weight, self.int8_scales, self.bias)
+        return product.view(*x.shape[:-1], -1)
 
 
 def use_int8_products(model: torch.nn.Module) -> int:
@@ -64,7 +73,8 @@ def use_int8_products(model: torch.nn.Module) -> int:
             continue
         parts = _parts(module.weight)
         if parts is not None:
-            module.forward = partial(_forward, *parts, module.bias)  # type: ignore[method-assign]
+            module.int8_weight, module.int8_scales = parts
+            module.__class__ = Int8Linear
             count += 1
     return count
 
@@ -79,8 +89,3 @@ def _parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if activations is not None or shifted or numbers.shape != weight.shape or scales.numel() != len(numbers):
         return None
     return numbers, scales.flatten().float()
-
-
-def _forward(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    product = int8_linear(x.flatten(0, -2), weight, scales, bias)
-    return product.view(*x.shape[:-1], -1)

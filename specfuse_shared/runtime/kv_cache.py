@@ -1,10 +1,8 @@
 """KV caches of a model: rows in blocks, and prefix reuse. Paged execution has pages instead of blocks (`pages.py`).
 
 Every answer owns one row, and each slot of it holds one token. A block contains rows of equal capacity, so that a batch
-is a slice. A full row moves to a block of twice the capacity. If a row is freed, the last one of its capacity moves
-into the gap, so that the rows in use are always the first ones. If steps are captured, blocks never move or grow: a
-full block gets a successor. Every row keeps its last slot free: fixed-shape steps write there for answers that do not
-take part.
+is a slice. A full row moves to a block of twice the capacity. If a row is freed, the last one of its block moves
+into the gap, so that the rows in use are always the first ones.
 
 The next turn of a conversation, the next step of an agent loop and questions over one passage share most of their
 prompt. So prefixes of ended answers are copied out of the rows. Their bytes are limited, and the least recently used
@@ -29,40 +27,18 @@ from specfuse_shared.runtime.sampler import upload
 
 _SMALLEST_ROW = {"cpu": 256}
 _DEFAULT_SMALLEST_ROW = 1024
-"""Larger where steps are captured, because every capacity needs new captures."""
-SPARE = 1
-"""Slots at the end of a row that no answer uses."""
 TREE_CAPACITY = 64
 """Slots of a new row after the prompt, for the tokens that a round tries."""
-_FIRST_ROWS = 8
-"""Rows of the first fixed block of the smallest capacity; blocks of longer rows have fewer."""
 
 
 def row_capacity(slots: int, smallest: int) -> int:
-    """Slots of the row that holds `slots` and a spare one: a power of two, at least the smallest row."""
-    return max(smallest, 1 << (slots + SPARE - 1).bit_length())
+    """Slots of the row that holds `slots`: a power of two, at least the smallest row."""
+    return max(smallest, 1 << max(0, slots - 1).bit_length())
 
 
 def smallest_row(device: torch.device) -> int:
     """Slots of the smallest row on a device."""
     return _SMALLEST_ROW.get(device.type, _DEFAULT_SMALLEST_ROW)
-
-
-def fixed_rows(number: int, capacity: int, smallest: int) -> int:
-    """Rows of block `number` of a capacity, if blocks are fixed: 1, 3, 4, 4 … times the rows of the first block."""
-    first = max(1, _FIRST_ROWS * smallest // capacity)
-    return first * ((1, 3)[number] if number < 2 else 4)
-
-
-def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool) -> list[int]:
-    """Possible numbers of rows to add to a capacity whose blocks of `sizes` are full; the first that fits is used.
-
-    A fixed block gets fewer rows if memory is insufficient for all. Other blocks double.
-    """
-    if not is_fixed:
-        return [max(1, sum(sizes))]
-    rows = fixed_rows(len(sizes), capacity, smallest)
-    return list(range(rows, 0, -1))
 
 
 _LAYERS_A_STACK = 16
@@ -72,8 +48,6 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values (rows, heads, capacity, head size)."""
 _Place = tuple[int, int]
 """A layer, and 0 for its keys or 1 for its values."""
-
-_versions = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +77,7 @@ class CacheRow:
 
     def reserve(self, slots: int) -> None:
         """Grow to `slots` slots in all."""
-        if slots + SPARE > self.block.capacity:
+        if slots > self.block.capacity:
             self.pool.move(self, slots)
 
     def bytes_of(self, count: int) -> int:
@@ -128,7 +102,7 @@ class CacheRow:
     @property
     def room(self) -> int:
         """Free slots that it has without moving."""
-        return max(0, self.block.capacity - SPARE - self.used)
+        return self.block.capacity - self.used
 
     def save(self, count: int) -> SavedSlots:
         """A copy of the first `count` slots of every layer."""
@@ -169,7 +143,7 @@ class CacheBlock:
     """Up to `size` rows of one capacity.
 
     `layers` are views into `stacks` (tensors of layers, rows, heads, capacity, head size), so that an operation on a
-    row covers many layers at once. They are created on first write; `version` changes whenever they are replaced.
+    row covers many layers at once. They are created on first write.
     """
 
     pool: CachePool
@@ -178,7 +152,6 @@ class CacheBlock:
     rows: list[CacheRow] = field(default_factory=list)
     layers: dict[int, Layer] = field(default_factory=dict)
     stacks: list[torch.Tensor] = field(default_factory=list)
-    version: int = 0
     _places: list[list[_Place]] = field(default_factory=list)
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
@@ -197,7 +170,6 @@ class CacheBlock:
 
     def grow(self) -> None:
         """Make place for twice the rows, so that copies stay rare."""
-        self.version = next(_versions)  # first: if memory runs out half-way, some buffers are already replaced
         for n, places in enumerate(self._places):
             if self.stacks[n].shape[1] > self.size:  # it grew before memory ran out, in an earlier attempt
                 continue
@@ -209,7 +181,7 @@ class CacheBlock:
 
     def drop(self) -> None:
         """Free the buffers; the next write makes new ones."""
-        self.layers, self.stacks, self._places, self.version = {}, [], [], next(_versions)
+        self.layers, self.stacks, self._places = {}, [], []
 
     def _add_what_fits(self, slots: Mapping[int, Layer]) -> None:
         """Make the buffers, for fewer rows if memory is insufficient for all."""
@@ -236,7 +208,6 @@ class CacheBlock:
             self._places.append(places)
             self.stacks.append(stack)
             self._show(places, stack)
-        self.version = next(_versions)
 
     def _show(self, places: Sequence[_Place], stack: torch.Tensor) -> None:
         """Make the layers at these places views of a stack."""
@@ -256,18 +227,16 @@ def slot_bytes(slots: Mapping[int, Layer]) -> int:
 
 
 class CachePool:
-    """The blocks of one model on a device, by capacity, in the order in which they are filled.
+    """The blocks of one model on a device, one for each capacity of its rows.
 
-    `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
-    blocks never move or grow, and a new one follows a full one. `keeps_empty`: empty blocks stay until `reclaim`,
-    because the steps captured over their buffers would be lost. `reclaim_memory` frees memory that only saves time.
+    `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them.
+    `reclaim_memory` frees memory that only saves time.
     """
 
     def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
         self._smallest = smallest_row(device)
-        self._blocks: dict[int, list[CacheBlock]] = {}
+        self._blocks: dict[int, CacheBlock] = {}
         self.slots = dict(slots or {})
-        self.is_fixed = self.keeps_empty = False
         self.reclaim_memory: Callable[[], bool] = lambda: False
 
     @torch.inference_mode()
@@ -300,36 +269,19 @@ class CachePool:
 
     @torch.inference_mode()
     def free(self, row: CacheRow) -> None:
-        """Fill the gap with the last row of its capacity; an empty block gives its memory back."""
-        block, blocks = row.block, self._blocks[row.block.capacity]
-        source = [candidate for candidate in blocks if candidate.rows][-1] if block.layers else block
-        last = source.rows.pop()
+        """Fill the gap with the last row of its block; an empty block gives its memory back."""
+        block, index = row.block, row.index
+        last = block.rows.pop()
         if last is not row:
-            _copy_row(source, last, block, row.index)
-            block.rows[row.index] = last
-            last.block, last.index = block, row.index
+            for stack in block.stacks:
+                stack[:, index, :, : last.used] = stack[:, last.index, :, : last.used]
+                stack[:, index, :, last.used :] = 0
+            block.rows[index] = last
+            last.index = index
         row.index = -1
-        if not source.rows and not self.keeps_empty:
-            source.drop()
-            blocks.remove(source)
-
-    def covering(self, rows: Sequence[CacheRow]) -> list[tuple[CacheBlock, int]]:
-        """Blocks, each with a number of its first rows, that include these rows.
-
-        Few different results occur, so that few steps are captured. A capacity is covered up to its first row, its
-        first block, its second block, and so on. All capacities of `rows` are covered up to the same level.
-        """
-        fitting: dict[int, int] = {}
-        for row in rows:
-            number = self._blocks[row.block.capacity].index(row.block)
-            level = number + 1 if number or row.index else 0
-            fitting[row.block.capacity] = max(level, fitting.get(row.block.capacity, 0))
-        largest = max(fitting.values())
-        covered: list[tuple[CacheBlock, int]] = []
-        for capacity in sorted(fitting):
-            blocks = [block for block in self._blocks[capacity] if block.rows]
-            covered += [(block, block.size) for block in blocks[:largest]] or [(blocks[0], 1)]
-        return covered
+        if not block.rows:
+            block.drop()
+            del self._blocks[block.capacity]
 
     def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The result of `work`. If memory runs out, it is tried once again, and then while something can be freed."""
@@ -342,18 +294,13 @@ class CachePool:
         raise AssertionError("never reached")
 
     def reclaim(self) -> bool:
-        """Free empty blocks; whether there were any."""
-        empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
-        for block in empty:
-            block.drop()
-            self._blocks[block.capacity].remove(block)
-        return bool(empty)
+        """Always False: a block without rows is freed at once."""
+        return False
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all buffers."""
-        all_blocks = (block for blocks in self._blocks.values() for block in blocks)
-        return sum(stack.nbytes for block in all_blocks for stack in block.stacks)
+        return sum(stack.nbytes for block in self._blocks.values() for stack in block.stacks)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -361,31 +308,13 @@ class CachePool:
         return slot_bytes(self.slots)
 
     def _block(self, capacity: int) -> CacheBlock:
-        """The first block with a free row. If there is none, a block grows, or a new one is made."""
-        blocks = self._blocks.setdefault(capacity, [])
-        for block in blocks:
-            if not block.is_full:
-                return block
-        if blocks and not self.is_fixed:
-            blocks[0].grow()
-            return blocks[0]
-        size = fixed_rows(len(blocks), capacity, self._smallest) if self.is_fixed else 1
-        blocks.append(CacheBlock(weakref.proxy(self), capacity, size))
-        return blocks[-1]
-
-
-def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) -> None:
-    """Copy `row` from `source` to row `index` of `block`, and clear the slots after it."""
-    pairs = [(stack, stack) for stack in block.stacks] if source is block else []
-    if source is not block:
-        pairs = [
-            (target[None], source_part[None])
-            for n, pair in source.layers.items()
-            for target, source_part in zip(block.layers[n], pair, strict=True)
-        ]
-    for target, source_part in pairs:
-        target[:, index, :, : row.used] = source_part[:, row.index, :, : row.used]
-        target[:, index, :, row.used :] = 0
+        """The block of a capacity with a free row: it is made, or grows, if there is none."""
+        block = self._blocks.get(capacity)
+        if block is None:
+            block = self._blocks[capacity] = CacheBlock(weakref.proxy(self), capacity)
+        elif block.is_full:
+            block.grow()
+        return block
 
 
 SHORTEST_PREFIX = 16

@@ -18,13 +18,13 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, MaskPlan, running
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.kv_cache import CachePool, Layer, PrefixCache, Row
 from specfuse_shared.runtime.mps import is_mps, piece_on_mps
 from specfuse_shared.runtime.packed_steps import PackedRunner
-from specfuse_shared.runtime.pages import PageArena
+from specfuse_shared.runtime.pages import PageArena, PagedRow
 from specfuse_shared.runtime.sampler import upload
-from specfuse_shared.runtime.static_runner import Graphs, StaticRunner
 
 _LIMIT = "original_max_position_embeddings"
 
@@ -126,7 +126,7 @@ class ModelRunner:
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
     (Mamba), so `append` feeds them one by one. `slots`: the size of a slot of its cache, if known. `graphs`: use
-    fixed-shape steps, captured by these. `stream`: its stream; a new one by default.
+    packed steps over `pages` pages, captured by these. `stream`: its stream; a new one by default.
     """
 
     def __init__(
@@ -153,15 +153,10 @@ class ModelRunner:
         self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
         self.dynamic = 0
         """Number of forward passes without a fixed shape."""
-        self.static: StaticRunner | None = None
+        self.packed: PackedRunner | None = None
         self._graphs = graphs
-        if plan is not None and graphs is not None and pages:
+        if plan is not None and graphs is not None:
             self.open_arena(pages)
-        elif plan is not None and graphs is not None:
-            self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
-            pool = CachePool(self.device, slots)
-            pool.is_fixed, pool.keeps_empty = True, graphs.reason is None
-            self.pool = pool
         share_memory([self])
 
     @property
@@ -180,8 +175,8 @@ class ModelRunner:
         text = self.model.config.get_text_config(decoder=True)
         groups = getattr(text, "num_attention_heads", 1) // min(keys.shape[1] for keys, _ in self._slots.values())
         most_pages = arena.pages_of(getattr(text, "max_position_embeddings", None) or 0) or pages
-        self.pool = arena
-        self.static = PackedRunner(
+        self.pool, before = arena, self.packed
+        self.packed = PackedRunner(
             self._forward,
             plan,
             self.device,
@@ -192,6 +187,8 @@ class ModelRunner:
             self._forward.can_skip_logits,
             most_pages,
         )
+        if before is not None:
+            self.packed.replayed, self.packed.ran = before.replayed, before.ran
 
     def keep_last(self, count: int) -> dict[str, int]:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
@@ -203,10 +200,7 @@ class ModelRunner:
         assert self.plan is not None, "a model without a mask plan runs row by row"
         for segment in segments:
             segment.row.reserve(segment.slots)
-        if self.static is not None and self.static.fits(segments):
-            logits = self.static.step(segments)
-        else:
-            logits = self._apart(segments, self.plan)
+        logits = self.packed.step(segments) if self.packed is not None else self._apart(segments, self.plan)
         for segment in segments:
             segment.row.used = segment.slots
         return logits
@@ -220,11 +214,11 @@ class ModelRunner:
 
     @property
     def forwards(self) -> dict[str, int]:
-        """How many were replayed, ran in a fixed shape, and ran as they came."""
-        static = self.static
+        """How many were replayed, ran as packed steps without a graph, and ran as they came."""
+        packed = self.packed
         return {
-            "replayed": static.replayed if static else 0,
-            "static": static.ran if static else 0,
+            "replayed": packed.replayed if packed else 0,
+            "packed": packed.ran if packed else 0,
             "dynamic": self.dynamic,
         }
 
@@ -279,13 +273,14 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the steps of a lone answer's drafts and usual verifications, for which it would have to wait."""
-        if self.static is None or self.static.graphs.reason is not None:
+        if self.packed is None or self.packed.graphs.reason is not None:
             return
         with self.stream.entered():
             row = self.pool.row(1)
+            assert isinstance(row, PagedRow)
             try:
                 self.step([ForwardInput(row, [0])])
-                self.static.warm_up(row)
+                self.packed.warm_up(row)
             finally:
                 row.free()
         self.stream.wait()
@@ -293,8 +288,8 @@ class ModelRunner:
     @property
     def reserve_bytes(self) -> int:
         """Memory besides caches that its forward passes may still allocate."""
-        text, static = self.model.config.get_text_config(decoder=True), self.static
-        graphs = static.reserve_bytes(text.hidden_size, text.vocab_size) if static is not None else 0
+        text, packed = self.model.config.get_text_config(decoder=True), self.packed
+        graphs = packed.reserve_bytes(text.hidden_size, text.vocab_size) if packed is not None else 0
         return graphs + self.stream.reserve_bytes
 
     def free_spare(self) -> bool:
@@ -303,10 +298,10 @@ class ModelRunner:
         return self.pool.reclaim() or had
 
     def drop_steps(self) -> bool:
-        if self.static is None:
+        if self.packed is None:
             return False
         self.stream.wait()  # finish pending work first: the memory may go to a model on another stream
-        return self.static.drop()
+        return self.packed.drop()
 
 
 def share_memory(runners: Sequence[Reclaimable]) -> None:

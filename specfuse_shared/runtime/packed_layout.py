@@ -5,7 +5,9 @@ Symbols: T tokens, A answers, P pages of an answer, W slots of its tail, B runs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +22,15 @@ def tokens_of_a_worker(groups: int) -> int:
     return max(1, WORKER_ROWS // groups)
 
 
+class Run(NamedTuple):
+    """Adjacent tokens of one answer: the first token, their number, the answer, and its slots in use."""
+
+    first: int
+    tokens: int
+    answer: int
+    slots: int
+
+
 @dataclass(slots=True)
 class Layout:
     """Where the tokens of a step lie, and what each sees. All tensors are on the arena's device; int32 unless said.
@@ -32,7 +43,8 @@ class Layout:
         tail: (T, W), uint8: which slots of its answer's tail each token sees besides.
         tail_positions: (A, W): the position of each slot of the tail. Before the tail, slots are positions.
         blocks: (B, 2): runs of tokens of one answer that share a worker: the first token, and how many; 0: none.
-        longest: The most tokens of a run.
+        longest: Maximum tokens of a worker's run.
+        runs: What the host knows of it, so that plain torch need not wait for the device; None: it reads `tokens`.
     """
 
     tokens: torch.Tensor
@@ -42,6 +54,7 @@ class Layout:
     tail_positions: torch.Tensor
     blocks: torch.Tensor
     longest: int
+    runs: Sequence[Run] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,11 @@ So CUDA graphs have one of a dozen sizes, and the usual ones are captured at loa
 the number of answers requires another one. Only steps of more than 64 tokens have separate graphs for contexts beyond
 4,096 slots.
 
+A verification is one step. A draft takes one step per token, except that its first token comes from logits of an
+earlier forward pass. Each chosen token goes into the next step on the device, so that the host waits once, for all
+tokens of all answers. Tokens after EOS are computed, then discarded. If all drafts are greedy, the choice is part of
+the graph (`GreedyDraft`).
+
 The tail of an answer begins at the first slot that some of its new tokens do not see. A mask says what they see there.
 
 Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
@@ -12,19 +17,20 @@ Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import Cache
 
-from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan
-from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight, tokens_of_a_worker
+from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan, running
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Run, Sight, tokens_of_a_worker
 from specfuse_shared.runtime.paged_attention import paged_attention, parts_for
 from specfuse_shared.runtime.pages import PageArena, PagedRow
-from specfuse_shared.runtime.sampler import upload
-from specfuse_shared.runtime.static_runner import DraftInput, Forward, Graphs, StaticRunner, Step
+from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Download, NotFiniteError, Sampler, upload
 
 SIZES = tuple(1 << n for n in range(12))
 """Possible numbers of tokens of a step: 1 to 2,048. Larger inputs take several steps."""
@@ -38,21 +44,80 @@ _TAIL = 512
 """Slots of a tail for which the buffers are made at first: several times a round's token tree."""
 _MOST_PAGES = 8192
 """Maximum pages of an answer for which the buffers are made at first."""
+_GREEDY_TOKENS = ((8, 4), (32, 1))
+"""Tokens that each draft chooses in one graph, for steps of up to 8 and 32 drafts: launches cost more than small steps.
+More drafts choose outside the graph."""
+_GRAPH_BYTES = 8 << 20
+_USUAL_STEPS = 24
+_ACTIVATIONS = 32
+"""Activations of one token that are alive at once, in multiples of the hidden size; rather too many."""
+_RESERVED_TOKENS = 1024
+"""Tokens of a step for which memory is reserved: a piece of a prompt, or verifications of some answers at once."""
+_FIRST_CHECK, _NEXT_CHECK = 64, 8
+"""A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
+
+Forward = Callable[..., torch.Tensor]
+"""(ids (T), cache, positions (T), masks) → logits (T, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """A draft of `count` tokens after the contents of `row`. `logits` (V) are those for the first one.
+
+    `history`: the ids before the draft, if the sampler asks for them. `blocked` (N): ids that it must not choose.
+    """
+
+    row: PagedRow
+    logits: torch.Tensor
+    history: Sequence[int]
+    sampler: Sampler
+    blocked: torch.Tensor | None
+    count: int
+
+
+class DraftRun:
+    """Tokens of many drafts (`chosen`: B per step) and the logits after all but the last (B, V), on the device."""
+
+    def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
+        self._behind = logits_after
+        self._sent = Download(torch.stack(list(chosen)))
+        self._rows: list[list[int]] | None = None
+
+    def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """The first `count` tokens of a draft, up to the end of its turn, and whether the turn ended.
+
+        The first call waits for the device. Raises `NotFiniteError` if logits before the end were not finite.
+        """
+        if self._rows is None:
+            self._rows = self._sent.read()
+        ids: list[int] = []
+        for row in self._rows[:count]:
+            if row[column] == NOT_FINITE:
+                raise NotFiniteError
+            if row[column] in stop_ids:
+                return ids, True
+            ids.append(row[column])
+        return ids, False
+
+    def logits(self, column: int, place: int) -> torch.Tensor:
+        """Logits (V) after the token at position `place` of a draft."""
+        return self._behind[place][column]
 
 
 class Buffers:
     """The inputs of steps, on the device, at fixed addresses that captured steps read.
 
-    All steps share them: they are large enough for the largest one.
+    All steps share them: they are large enough for the largest one. `drafts` (3, T): of each greedy draft its next
+    token, the slot of that token, and the number of tokens that it still has to feed.
     """
 
+    @torch.inference_mode()  # always: compiled layers are compiled anew for tensors of the other kind
     def __init__(self, device: torch.device, pages: int, tail: int = _TAIL) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         largest = SIZES[-1]
         self.inputs = zeros(3, largest, dtype=torch.long)
-        self.moving = zeros(largest, dtype=torch.long)
         self.tokens = zeros(largest, 3)
         self.answers = zeros(MOST_ANSWERS, 2)
         self.pages = zeros(MOST_ANSWERS, pages)
@@ -60,10 +125,29 @@ class Buffers:
         self.tail_positions = zeros(MOST_ANSWERS, tail)
         self.blocks = zeros(largest, 2)
         self.logit_tokens = zeros(_FEW_LOGITS, dtype=torch.long)
+        self.drafts = zeros(3, _GREEDY_TOKENS[-1][0], dtype=torch.long)
+        self.drafts_after = torch.zeros_like(self.drafts)
+
+
+class Step(Protocol):
+    """What a captured step of any kind has."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor | None
+    replay: Callable[[], None] | None
+    uses: int
+    replays: int
+    capture_at: int
+
+    def feed(self, runner: PackedRunner) -> None:
+        """Run the step kernel by kernel, from its buffers to its logits."""
+        ...
 
 
 class PackedStep(Cache):
     """One forward pass over `size` packed tokens; acts as the model's cache. `few`: not all logits are computed."""
+
+    is_packed = True
 
     def __init__(
         self, size: int, few: bool, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
@@ -75,7 +159,6 @@ class PackedStep(Cache):
         self._buffers = buffers
         self.inputs = buffers.inputs[:, :size]
         self.ids, self.positions, self._slots = self.inputs
-        self.moving = buffers.moving[:size]
         self.logit_tokens = buffers.logit_tokens if few else None
         self._layout = Layout(
             buffers.tokens[:size],
@@ -92,17 +175,22 @@ class PackedStep(Cache):
         self.uses = self.replays = 0
         self.capture_at = 1
 
-    @property
-    def is_valid(self) -> bool:
-        """Always: buffers and arena never move."""
-        return True
+    def feed(self, runner: PackedRunner) -> None:
+        logits = runner.call(self)
+        if self.logits is None:
+            self.logits = runner.output(len(logits), logits)
+        self.logits.copy_(logits)
 
     def fill(
-        self, segments: Sequence[ForwardInput], prefixes: Sequence[NDArray[np.int64]], bases: Sequence[int]
+        self,
+        segments: Sequence[ForwardInput],
+        prefixes: Sequence[NDArray[np.int64]],
+        bases: Sequence[int],
+        is_eager: bool,
     ) -> torch.Tensor:
         """Write the tokens of answers into the buffers. `prefixes`, `bases`: of each segment (`_prefixes`, `_base`).
 
-        Returns the rows of the logits that the answers want, on the device.
+        `is_eager`: the step will not be captured. Returns the rows of the logits that the answers want, on the device.
         """
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(segments), 2), dtype=np.int32)
@@ -111,6 +199,7 @@ class PackedStep(Cache):
         tail_positions = np.zeros((len(segments), width), dtype=np.int32)
         each, first, block = self._layout.longest, 0, 0
         last: list[int] = []
+        runs: list[Run] = []
         for number, segment in enumerate(segments):
             row, count = segment.row, len(segment.ids)
             assert isinstance(row, PagedRow)
@@ -126,7 +215,9 @@ class PackedStep(Cache):
                 blocks[block] = start, min(each, stop - start)
                 block += 1
             last += range(stop - segment.logit_count, stop)
+            runs.append(Run(first, count, number, segment.slots))
             first = stop
+        self._layout.runs = runs if is_eager else None
         self._send(inputs, tokens, blocks, answers, [s.row for s in segments])
         if width:
             device = self.inputs.device
@@ -134,42 +225,34 @@ class PackedStep(Cache):
             self._buffers.tail_positions[: len(segments), :width].copy_(upload(tail_positions, device))
         return self._logit_rows(last)
 
-    def begin(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Start a draft after the cached tokens of each row; returns each draft's index in the step, on the device."""
+    def begin(self, rows: Sequence[PagedRow], is_eager: bool) -> None:
+        """Start drafts after the cached tokens of each row, one token a step; `advance` comes before each step.
+
+        `is_eager`: the step will not be captured.
+        """
         inputs, tokens, blocks = self._padding()
         answers = np.zeros((len(rows), 2), dtype=np.int32)
-        moving = np.zeros(self.tokens, dtype=np.int64)
-        for number, row in enumerate(rows):
-            inputs[1:, number] = row.used, row.place(row.used)
-            tokens[number] = number, row.used + 1, row.used
-            answers[number] = row.used + 1, row.used + 1
-            blocks[number] = number, 1
-            moving[number] = 1
+        tokens[: len(rows), 0] = blocks[: len(rows), 0] = np.arange(len(rows))
+        blocks[: len(rows), 1] = 1
+        self._layout.runs = [Run(n, 1, n, row.used) for n, row in enumerate(rows)] if is_eager else None
         self._send(inputs, tokens, blocks, answers, rows)
-        self.moving.copy_(upload(moving, self.inputs.device))
-        return upload(list(range(len(rows))), self.inputs.device)
 
-    def advance(self) -> None:
-        """Advance every draft to its next token: one position and one slot further, maybe on the next page."""
-        moving = self.moving
-        self.positions.add_(moving)
-        self._layout.tokens[:, 1:].add_(moving[:, None])
-        count = min(self.tokens, MOST_ANSWERS)
-        self._layout.answers[:count].add_(moving[:count, None])
-        at = self.positions[:count]
-        page = self._layout.pages[:count].gather(1, (at // PAGE)[:, None])[:, 0]
-        places = page.long() * PAGE + at % PAGE
-        self._slots[:count].copy_(torch.where(moving[:count] > 0, places, self._slots[:count]))
-
-    def make_masks(self) -> None:
-        """None are needed: `paged_attention` gets the slots that each token sees from the layout."""
-
-    def drop_masks(self) -> None:
-        """None were made."""
+    def advance(self, slots: torch.Tensor, active: torch.Tensor) -> None:
+        """Place the next token of each draft in slot `slots` (T) of its answer, but on page 0 unless it is `active`."""
+        layout = self._layout
+        page = layout.pages[: self.tokens].gather(1, (slots // PAGE)[:, None])[:, 0]
+        self.positions.copy_(slots)
+        self._slots.copy_(torch.where(active, page.long() * PAGE + slots % PAGE, slots % PAGE))
+        layout.tokens[:, 1:].copy_(torch.stack([slots + 1, slots], dim=1))
+        layout.answers[: self.tokens].copy_((slots + 1)[:, None].expand(-1, 2))
+        if layout.runs is not None:
+            most = layout.pages.shape[1] * PAGE
+            layout.runs = [run._replace(slots=min(run.slots + 1, most)) for run in layout.runs]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +261,7 @@ class PackedStep(Cache):
             cached.index_copy_(0, self._slots, new[0].transpose(0, 1))
         return key_states, value_states
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
@@ -225,6 +309,59 @@ class PackedStep(Cache):
         padded = [*last, *[0] * (_FEW_LOGITS - len(last))]
         self.logit_tokens.copy_(upload(padded, self.inputs.device))
         return upload(list(range(len(last))), self.inputs.device)
+
+
+class GreedyDraft:
+    """Several steps of greedy drafts as one captured step: forward pass, choice and the next step's inputs.
+
+    Reads `Buffers.drafts` and writes `Buffers.drafts_after`, so that it may run any number of times.
+
+    Args:
+        step: One forward pass.
+        tokens: Tokens that each draft feeds and chooses.
+        hidden: (V): the ids that no draft may choose.
+    """
+
+    def __init__(self, step: PackedStep, tokens: int, buffers: Buffers, hidden: torch.Tensor) -> None:
+        self._step = step
+        self.tokens = tokens
+        self._hidden = hidden
+        self._drafts = buffers.drafts[:, : step.tokens]
+        self._drafts_after = buffers.drafts_after[:, : step.tokens]
+        self.ids = self._drafts[0]
+        self.chosen = torch.zeros(tokens, step.tokens, dtype=torch.long, device=hidden.device)
+        self.logits: torch.Tensor | None = None
+        self.replay: Callable[[], None] | None = None
+        self.uses = self.replays = 0
+        self.capture_at = 1
+
+    def begin(self, rows: Sequence[PagedRow], ids: torch.Tensor, counts: Sequence[int], is_eager: bool) -> None:
+        """Start drafts of `counts` tokens, of which the first ones (`ids`) are chosen."""
+        self._step.begin(rows, is_eager)
+        drafts = np.zeros(self._drafts.shape, dtype=np.int64)
+        drafts[1, : len(rows)] = [row.used for row in rows]
+        drafts[2, : len(rows)] = [count - 1 for count in counts]
+        self._drafts.copy_(upload(drafts, self._drafts.device))
+        self.ids[: len(rows)].copy_(ids.clamp(min=0))
+
+    def go_on(self) -> None:
+        """Let the next run begin where the last one ended."""
+        self._drafts.copy_(self._drafts_after)
+
+    def feed(self, runner: PackedRunner) -> None:
+        ids, slots, left = self._drafts
+        for number in range(self.tokens):
+            self._step.ids.copy_(ids)
+            self._step.advance(slots, left > 0)
+            logits = runner.call(self._step)
+            if self.logits is None:
+                self.logits = runner.output(self.tokens * len(logits), logits)
+            self.logits.view(self.tokens, len(logits), -1)[number].copy_(logits)
+            best = logits.masked_fill(self._hidden, float("-inf")).max(-1)
+            chosen = best.indices.masked_fill(~best.values.isfinite(), NOT_FINITE)
+            self.chosen[number].copy_(chosen)
+            ids, slots, left = chosen.clamp(min=0), slots + (left > 0), left - 1
+        self._drafts_after.copy_(torch.stack([ids, slots, left]))
 
 
 def _prefixes(segment: ForwardInput) -> NDArray[np.int64]:
@@ -280,10 +417,12 @@ def size_of(tokens: int) -> int:
     return next(size for size in SIZES if size >= tokens)
 
 
-class PackedRunner(StaticRunner):
+class PackedRunner:
     """Runs the packed steps of one model over `arena`.
 
     Args:
+        forward: Calls the model.
+        graphs: Captures steps, where possible.
         groups: Query heads per key head.
         most_pages: Pages of the longest answer, if known. A longer one causes larger buffers and new captures.
     """
@@ -300,16 +439,23 @@ class PackedRunner(StaticRunner):
         can_skip_logits: bool,
         most_pages: int,
     ) -> None:
-        super().__init__(forward, plan, device, dtype, graphs)
-        self._most = SIZES[-1]
+        self._forward = forward
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        self.graphs = graphs
+        self._markers = plan.markers(device, dtype)
+        self._steps: dict[tuple[int, ...], Step] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+        self._hidden: torch.Tensor | None = None
         self._arena = arena
         self._run_length = tokens_of_a_worker(groups)
         self._can_skip_logits = can_skip_logits
         self._buffers = Buffers(device, min(most_pages, arena.pages, _MOST_PAGES))
+        self.replayed = self.ran = 0
+        """Numbers of forward passes that were replayed, and that ran eagerly."""
 
-    def fits(self, segments: Sequence[ForwardInput]) -> bool:
-        """Always: packed steps take every segment, prompts included."""
-        return True
+    # ── prompts and token trees ──────────────────────────────────────────────────────────────────
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment, several in a step; logits (last tokens, V) of each."""
@@ -331,38 +477,130 @@ class PackedRunner(StaticRunner):
         prefixes = [_prefixes(segment) for segment in group]
         bases = [_base(segment, own) for segment, own in zip(group, prefixes, strict=True)]
         width = max(s.slots - base for s, base in zip(group, bases, strict=True))
-        step = self._packed([(s.row, len(s.ids)) for s in group], sum(s.logit_count for s in group), width)
-        logit_rows = step.fill(group, prefixes, bases)
+        tokens = sum(len(s.ids) for s in group)
+        step = self._packed([s.row for s in group], tokens, sum(s.logit_count for s in group), width)
+        logit_rows = step.fill(group, prefixes, bases, self._is_eager)
         return torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in group])
 
-    def warm_up(self, row: Any) -> None:
-        """Capture the steps of every usual size, both with all logits and with few of them."""
-        for size in SIZES:
-            if size > _WARMED:
-                return
-            for logits_needed in {size, min(size, _FEW_LOGITS)}:
-                step = self._packed([(row, size)], logits_needed)
-                step.begin([row])
-                step.uses = step.capture_at
-                self._run(step)
+    # ── drafts ───────────────────────────────────────────────────────────────────────────────────
+
+    def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
+        """Choose and feed the tokens of many drafts, up to the longest `count`, without waiting for the device.
+
+        `row.used` then counts all tokens of a draft but the last, also those after the end of its turn. The caller
+        corrects it once it has read the tokens.
+        """
+        parts = [drafts[first : first + MOST_ANSWERS] for first in range(0, len(drafts), MOST_ANSWERS)]
+        count = max(draft.count for draft in drafts)
+        each = [self._chosen(part, count) for part in parts]
+        for draft in drafts:
+            draft.row.used += draft.count - 1
+        chosen, logits_after = (zip(*lists, strict=True) for lists in zip(*each, strict=True))
+        return DraftRun([_joined(tensors) for tensors in chosen], [_joined(tensors) for tensors in logits_after])
 
     def _chosen(self, drafts: Sequence[DraftInput], count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        parts = [drafts[first : first + MOST_ANSWERS] for first in range(0, len(drafts), MOST_ANSWERS)]
-        each = [super(PackedRunner, self)._chosen(part, count) for part in parts]
-        if len(each) == 1:
-            return each[0]
-        chosen, logits_after = (zip(*lists, strict=True) for lists in zip(*each, strict=True))
-        return [torch.cat(tensors) for tensors in chosen], [torch.cat(tensors) for tensors in logits_after]
+        """`count` tokens of every draft, a tensor (B) each, and the logits (B, V) after all but the last."""
+        logits = torch.stack([draft.logits for draft in drafts])
+        choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
+        first = choose(logits, 0)
+        if count == 1:
+            return [first], []
+        for draft in drafts:
+            draft.row.reserve(draft.row.used + draft.count)
+        if _are_greedy(drafts) and len(drafts) <= _GREEDY_TOKENS[-1][0]:
+            self._hide(drafts[0].blocked, logits.shape[-1])
+            return self._greedy(drafts, first, count)
+        return self._sampled(drafts, choose, first, count)
 
-    def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
-        return self._packed(requests, sum(count for _, count in requests))
+    def _sampled(
+        self, drafts: Sequence[DraftInput], choose: BatchSampling, first: torch.Tensor, count: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`_chosen` with a choice outside the graph."""
+        rows, size = [draft.row for draft in drafts], len(drafts)
+        step = self._packed(rows, size, size)
+        step.begin(rows, self._is_eager)
+        places = np.zeros((2, step.tokens), dtype=np.int64)
+        places[:, :size] = [row.used for row in rows], [draft.count - 1 for draft in drafts]
+        slots, left = upload(places, self._device)
+        chosen, logits_after = [first], list[torch.Tensor]()
+        for offset in range(1, count):
+            step.ids[:size].copy_(chosen[-1].clamp(min=0))
+            step.advance(slots, left > 0)
+            logits_after.append(self._run(step)[:size].clone())
+            chosen.append(choose(logits_after[-1], offset))
+            slots, left = slots + (left > 0), left - 1
+        return chosen, logits_after
 
-    def _packed(self, requests: Sequence[tuple[Any, int]], logits_needed: int, width: int = 0) -> PackedStep:
-        """The step for rows and numbers of their tokens. `width`: slots of the longest tail."""
-        size = size_of(sum(count for _, count in requests))
+    def _greedy(
+        self, drafts: Sequence[DraftInput], first: torch.Tensor, count: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`_chosen` with the choice in the graph, several tokens at a time."""
+        rows, size = [draft.row for draft in drafts], len(drafts)
+        chosen, logits_after = [first], list[torch.Tensor]()
+        begun: GreedyDraft | None = None
+        assert self._hidden is not None
+        while (left := count - len(chosen)) > 0:
+            draft = self._greedy_step(rows, left)
+            if begun is None:
+                draft.begin(rows, first, [d.count for d in drafts], self._is_eager)
+            else:
+                begun.go_on()
+            logits = self._run(draft).view(draft.tokens, -1, len(self._hidden))
+            logits_after += logits[:, :size].clone()
+            chosen += draft.chosen[:, :size].clone()
+            begun = draft
+        return chosen, logits_after
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def call(self, step: PackedStep) -> torch.Tensor:
+        """Logits (T, V) of a forward pass over a step's inputs."""
+        keep = {} if step.logit_tokens is None else {"logits_to_keep": step.logit_tokens}
+        with running(step):
+            return self._forward(step.ids, step, step.positions, self._markers, **keep)
+
+    def output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for logits (T, V), which steps of about the same size share."""
+        size = max(_WARMED, size_of(tokens))
+        if size not in self._logits:
+            self._logits[size] = like.new_empty(size, like.shape[-1])
+        return self._logits[size][:tokens]
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.graphs.reason is not None
+
+    def _run(self, step: Step) -> torch.Tensor:
+        """Logits (T, V) of the step, until the next one runs."""
+        if step.replay is not None and not self._is_eager:
+            self._replay(step, step.replay)
+        else:
+            step.feed(self)
+            self.ran += 1
+        assert step.logits is not None
+        if step.replay is None and step.uses >= step.capture_at:
+            self._capture(step, step.logits)
+        return step.logits
+
+    def _replay(self, step: Step, replay: Callable[[], None]) -> None:
+        replay()
+        self.replayed += 1
+        step.replays += 1
+        assert step.logits is not None
+        if _is_checked(step.replays):
+            self.graphs.holds(lambda: step.feed(self), step.logits)
+
+    def _capture(self, step: Step, logits: torch.Tensor) -> None:
+        step.replay = self.graphs.capture(lambda: step.feed(self), logits, step.ids)
+        if step.replay is None:  # memory may have been insufficient: try again, later
+            step.capture_at = 4 * step.uses
+
+    def _packed(self, rows: Sequence[PagedRow], tokens: int, logits_needed: int, width: int = 0) -> PackedStep:
+        """The step for a number of tokens of these rows. `width`: slots of the longest tail."""
+        size = size_of(tokens)
         few = self._can_skip_logits and size > _FEW_LOGITS >= logits_needed
-        parts = parts_for(size, max(row.capacity for row, _ in requests))
-        self._widen(max(len(row.pages) for row, _ in requests), width)
+        parts = parts_for(size, max(row.capacity for row in rows))
+        self._widen(max(len(row.pages) for row in rows), width)
         key = (size, few, parts)
         step = self._steps.get(key)
         if not isinstance(step, PackedStep):
@@ -370,6 +608,28 @@ class PackedRunner(StaticRunner):
             self._steps[key] = step
         step.uses += 1
         return step
+
+    def _greedy_step(self, rows: Sequence[PagedRow], left: int) -> GreedyDraft:
+        """The step for greedy drafts of these rows that have at most `left` tokens to choose."""
+        one = self._packed(rows, len(rows), len(rows))
+        size = one.tokens
+        tokens = next(tokens for most, tokens in _GREEDY_TOKENS if size <= most)
+        tokens = tokens if left >= tokens else 1
+        key = (size, tokens)
+        step = self._steps.get(key)
+        if not isinstance(step, GreedyDraft):
+            assert self._hidden is not None
+            step = self._steps[key] = GreedyDraft(one, tokens, self._buffers, self._hidden)
+        step.uses += 1
+        return step
+
+    def _hide(self, blocked: torch.Tensor | None, vocabulary: int) -> None:
+        """Let greedy drafts choose none of the ids `blocked`."""
+        if self._hidden is None:
+            self._hidden = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
+        self._hidden.zero_()
+        if blocked is not None:
+            self._hidden.index_fill_(0, blocked, True)
 
     def _widen(self, pages: int, tail: int) -> None:
         """Make larger buffers if answers outgrow them, and drop the steps that were captured over the old buffers."""
@@ -379,3 +639,54 @@ class PackedRunner(StaticRunner):
         self.drop()
         grown = [1 << (max(n, held) - 1).bit_length() for n, held in ((pages, held_pages), (tail, held_tail))]
         self._buffers = Buffers(self._device, *grown)
+
+    def warm_up(self, row: PagedRow) -> None:
+        """Capture the steps of every usual size, both with all logits and with few of them, and the greedy drafts."""
+        for size in (size for size in SIZES if size <= _WARMED):
+            for logits_needed in {size, min(size, _FEW_LOGITS)}:
+                step = self._packed([row], size, logits_needed)
+                step.begin([row], self._is_eager)
+                step.uses = step.capture_at
+                vocabulary = self._run(step).shape[-1]
+        self._hide(None, vocabulary)
+        for size in (size for size in SIZES if size <= min(MOST_ANSWERS, _GREEDY_TOKENS[-1][0])):
+            for left in (_GREEDY_TOKENS[0][1], 1):
+                draft = self._greedy_step([row] * size, left)
+                draft.begin([row], draft.ids[:1], [1], self._is_eager)
+                draft.uses = draft.capture_at
+                self._run(draft)
+
+    def reserve_bytes(self, width: int, vocabulary: int) -> int:
+        """Bytes that captured steps may take, for a model of hidden size `width`; a generous estimate.
+
+        It counts the logits and activations of a large step, and the graphs.
+        """
+        if self._is_eager:
+            return 0
+        size = torch.empty((), dtype=self._dtype).element_size()
+        return _RESERVED_TOKENS * (vocabulary + _ACTIVATIONS * width) * size + _USUAL_STEPS * _GRAPH_BYTES
+
+    def drop(self) -> bool:
+        """Free the memory of all steps, none of which may still run. Returns whether any was captured."""
+        had = self.graphs.count > 0
+        self._steps.clear()
+        self._logits.clear()
+        self.graphs.drop()
+        return had
+
+
+def _are_greedy(drafts: Sequence[DraftInput]) -> bool:
+    """Whether all drafts choose the largest logit, without the same ids."""
+    blocked = {id(draft.blocked) for draft in drafts}
+    return len(blocked) == 1 and all(draft.sampler.is_plain for draft in drafts)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _is_checked(replays: int) -> bool:
+    at = _FIRST_CHECK
+    while at < replays:
+        at *= _NEXT_CHECK
+    return at == replays

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Run, Sight
 
 
 def paged_attention(
@@ -40,6 +40,8 @@ def paged_attention(
         sinks: (H): logits that take part in each softmax without a value (gpt-oss).
         parts: Number of workers that share the slots of a run; a kernel's affair.
     """
+    if layout.runs is not None and not uses_kernel(query.device):
+        return plain(query, keys, values, layout, sight, sinks)
     at = layout
     return torch.ops.specfuse.paged_attention(  # type: ignore[no-any-return]
         query, keys, values, at.tokens, at.answers, at.pages, at.tail, at.tail_positions, at.blocks,
@@ -68,7 +70,7 @@ def _operation(
 ) -> torch.Tensor:
     layout = Layout(tokens, answers, pages, tail, tail_positions, blocks, longest)
     sight = Sight(scale, cap, window, chunk)
-    if query.device.type == "cuda" and has_kernel():
+    if uses_kernel(query.device):
         from specfuse_shared.runtime.paged_kernel import attend
 
         return attend(query, keys, values, layout, sight, sinks, parts)
@@ -80,27 +82,20 @@ def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any)
     return query.new_empty(*query.shape[:2], values.shape[-1])
 
 
+def uses_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs on a device."""
+    return device.type == "cuda" and has_kernel()
+
+
 @cache
 def has_kernel() -> bool:
     """Whether Triton is installed, which comes with torch for CUDA and ROCm on Linux."""
     return importlib.util.find_spec("triton") is not None
 
 
-def seen(layout: Layout, sight: Sight, token: int, count: int) -> torch.Tensor:
-    """Which slots (count, K) of their answer the `count` tokens from `token` on see; K slots are in use."""
-    rows = layout.tokens[token : token + count].long()
-    answer = int(rows[0, 0])
-    base, total = (int(n) for n in layout.answers[answer])
-    slots = torch.arange(total, device=rows.device)
-    in_tail = (slots - base).clamp(min=0, max=layout.tail.shape[1] - 1)
-    positions = torch.where(slots < base, slots, layout.tail_positions[answer, in_tail].long())
-    visible = slots[None] < rows[:, 1:2]
-    visible |= (slots >= base)[None] & layout.tail[token : token + count][:, in_tail].bool()
-    if sight.window:
-        visible &= rows[:, 2:3] - positions[None] < sight.window
-    if sight.chunk:
-        visible &= rows[:, 2:3] // sight.chunk == positions[None] // sight.chunk
-    return visible
+_EXACT_SHAPES = {"cpu"}
+"""Devices without a cost for each new shape. On others, numbers of tokens and slots are rounded up."""
+_FEWEST_SLOTS = 256
 
 
 def plain(
@@ -111,42 +106,80 @@ def plain(
     sight: Sight,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operation in plain torch, answer by answer, in the precision of the model; waits for the device."""
+    """The operation in plain torch, answer by answer, in the precision of the model."""
     output = query.new_zeros(*query.shape[:2], values.shape[-1])
-    for first, count in _runs(layout.tokens[:, 0].tolist()):
-        answer = int(layout.tokens[first, 0])
-        total = int(layout.answers[answer, 1])
-        places = torch.arange(total, device=query.device)
-        slots = layout.pages[answer, places // PAGE].long() * PAGE + places % PAGE
-        own_keys, own_values = keys.index_select(0, slots), values.index_select(0, slots)
+    for run in layout.runs if layout.runs is not None else _runs(layout):
+        answer, count = run.answer, run.tokens
+        tokens, slots = _rounded(run, layout)
+        at = torch.arange(slots, device=query.device)
+        places = layout.pages[answer].index_select(0, at // PAGE).long() * PAGE + at % PAGE
+        # a slot that is not in use may hold NaN of an earlier answer, and 0 · NaN is NaN
+        unused = (at >= layout.answers[answer, 1])[:, None, None]
+        own_keys = keys.index_select(0, places)
+        own_values = values.index_select(0, places).masked_fill(unused, 0.0)
         groups = query.shape[1] // keys.shape[1]
-        rows = query[first : first + count].unflatten(1, (keys.shape[1], groups))
+        own_tokens = _padded(query[run.first : run.first + count], tokens)
+        rows = own_tokens.unflatten(1, (keys.shape[1], groups))
         scores = torch.einsum("tjgd,kjd->jgtk", rows, own_keys) * sight.scale
         if sight.cap:
             scores = sight.cap * torch.tanh(scores / sight.cap)
-        hidden = ~seen(layout, sight, first, count)
+        hidden = ~seen(layout, sight, run, tokens, slots)
         scores = scores.float().masked_fill(hidden, float("-inf"))
         if sinks is not None:
-            sunk = sinks.float().view(keys.shape[1], groups, 1, 1).expand(-1, -1, count, -1)
+            sunk = sinks.float().view(keys.shape[1], groups, 1, 1).expand(-1, -1, tokens, -1)
             shares = torch.cat([scores, sunk], dim=-1).softmax(-1)[..., :-1]
         else:
             shares = scores.softmax(-1)
-        output[first : first + count] = torch.einsum("jgtk,kjd->tjgd", shares.to(own_values.dtype), own_values).flatten(
-            1, 2
-        )
+        attended = torch.einsum("jgtk,kjd->tjgd", shares.to(own_values.dtype), own_values).flatten(1, 2)
+        output[run.first : run.first + count] = attended[:count]
     return output
 
 
-def _runs(answers: list[int]) -> list[tuple[int, int]]:
-    """Runs of tokens of one answer: the first token and their number; padding has none."""
-    runs: list[tuple[int, int]] = []
+def seen(layout: Layout, sight: Sight, run: Run, tokens: int, slots: int) -> torch.Tensor:
+    """Which slots (`tokens`, `slots`) of their answer the tokens of a run see. Further tokens see what the last does,
+    and nobody sees slots that are not in use."""
+    rows = _padded(layout.tokens[run.first : run.first + run.tokens], tokens).long()
+    tail = _padded(layout.tail[run.first : run.first + run.tokens], tokens)
+    base, answer = layout.answers[run.answer, 0], run.answer
+    at = torch.arange(slots, device=rows.device)
+    in_tail = (at - base).clamp(min=0, max=tail.shape[1] - 1)
+    positions = torch.where(at < base, at, layout.tail_positions[answer].index_select(0, in_tail).long())
+    visible = at[None] < rows[:, 1:2]
+    is_tail = (at >= base) & (at < layout.answers[answer, 1])
+    visible |= is_tail[None] & tail.index_select(1, in_tail).bool()
+    if sight.window:
+        visible &= rows[:, 2:3] - positions[None] < sight.window
+    if sight.chunk:
+        visible &= rows[:, 2:3] // sight.chunk == positions[None] // sight.chunk
+    return visible
+
+
+def _rounded(run: Run, layout: Layout) -> tuple[int, int]:
+    """Numbers of tokens and slots to compute for a run."""
+    if layout.pages.device.type in _EXACT_SHAPES:
+        return run.tokens, run.slots
+    slots = max(_FEWEST_SLOTS, 1 << (run.slots - 1).bit_length())
+    return 1 << (run.tokens - 1).bit_length(), min(slots, layout.pages.shape[1] * PAGE)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` rows: the last one is repeated."""
+    missing = count - len(rows)
+    return rows if not missing else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
+
+
+def _runs(layout: Layout) -> list[Run]:
+    """Runs of tokens of one answer, without padding, as the device has them."""
+    answers = layout.tokens[:, 0].tolist()
+    slots = layout.answers[:, 1].tolist()
+    runs: list[Run] = []
     for token, answer in enumerate(answers):
         if answer < 0:
             continue
         if runs and token and answers[token - 1] == answer:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + 1)
         else:
-            runs.append((token, 1))
+            runs.append(Run(token, 1, answer, slots[answer]))
     return runs
 
 

@@ -23,7 +23,7 @@ from specfuse_shared.members.local.session import MOST_GUESSED
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.placement.sizing import only_cpu
-from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, next_rows, row_capacity
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, row_capacity
 from specfuse_shared.runtime.mps import empty_cache
 
 _PREFIX_SHARE = 0.125
@@ -46,30 +46,34 @@ class Need:
 
 
 @dataclass(slots=True)
-class _Blocks:
-    """Rows of one capacity of a member: the number in use, and the number that each block has memory for."""
+class _Block:
+    """The rows of one capacity of a member: the number in use, and the number that their block has memory for."""
 
     used: int = 0
-    sizes: list[int] = field(default_factory=list)
+    size: int = 0
 
 
 class Budget:
     """Bytes for running answers on each device, and the maximum number of answers.
 
     An answer's need on a device: each member's cache row for its prompt and longest answer, and the logits of a
-    round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and a block counts in full
-    (`next_rows`). A row that grows leaves its block, which other rows may keep alive. So smaller blocks count as well,
-    except fixed blocks: these are freed under memory pressure once they are empty. `free`: bytes for answers on each
-    device.
+    round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks that double, and a block
+    counts in full. A row that grows leaves its block, which other rows may keep alive. So smaller blocks count as
+    well. `free`: bytes for answers on each device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
         self._config = config
         self._members = tuple(members)
         self._sharing = Counter(device for m in members for device in m.devices)
-        self.limits = {d: config.cache_bytes or free[d] for d in self._sharing}
+        pages = Counter[str]()  # taken at load, while answers still need memory for logits
+        for member in self._members:
+            for device, share in member.devices.items():
+                pages[device] += int(share * (member.cache_tokens or 0) * member.bytes_per_token)
+        total = config.cache_bytes
+        self.limits = {d: max(0, total - pages[d]) if total else free[d] for d in self._sharing}
         self._of = {m.name: m for m in self._members}
-        self._blocks: dict[tuple[str, int], _Blocks] = defaultdict(_Blocks)
+        self._blocks: dict[tuple[str, int], _Block] = defaultdict(_Block)
         self._logits: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         branches = len(self._members) + _BRANCHES
@@ -137,12 +141,10 @@ class Budget:
         self._logits.subtract(need.logits)
         self._tokens.subtract(need.tokens)
         for name, capacity in ((name, capacity) for name, row in need.rows.items() for capacity in row):
-            blocks = self._blocks[name, capacity]
-            blocks.used -= 1
-            # an empty fixed block is freed when its memory is needed; other blocks are freed with their last row
-            minimum = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
-            while blocks.sizes and sum(blocks.sizes[:-1]) >= minimum:
-                blocks.sizes.pop()
+            block = self._blocks[name, capacity]
+            block.used -= 1
+            if not block.used:  # it is freed with its last row
+                block.size = 0
 
     def _has_tokens(self, need: Need) -> bool:
         """Whether preallocated caches have enough free tokens."""
@@ -150,29 +152,24 @@ class Budget:
         return all(self._tokens[name] + count <= rooms[name] for name, count in need.tokens.items())
 
     def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
-        """Add one row; whether it fits, with as much of a new block as fits if it needs one.
+        """Add one row; whether it fits, with the block twice as large if it is full.
 
         `alone`: no other answer runs. Then the row is added in any case.
         """
-        member, blocks = self._of[name], self._blocks[name, capacity]
-        blocks.used += 1
-        if sum(blocks.sizes) >= blocks.used:
+        block = self._blocks[name, capacity]
+        size = block.size
+        if block.used == size:
+            block.size = max(1, 2 * size)
+        if alone or block.size == size or self._has_capacity():
+            block.used += 1
             return True
-        for size in next_rows(blocks.sizes, capacity, member.smallest_row, member.fixed_blocks):
-            blocks.sizes.append(size)
-            if self._has_capacity():
-                return True
-            blocks.sizes.pop()
-        if alone:
-            blocks.sizes.append(1)
-            return True
-        blocks.used -= 1
+        block.size = size
         return False
 
     def _has_capacity(self) -> bool:
         reserved = Counter(self._logits)
-        for (name, capacity), blocks in self._blocks.items():
-            reserved.update(self._bytes(name, capacity, sum(blocks.sizes)))
+        for (name, capacity), block in self._blocks.items():
+            reserved.update(self._bytes(name, capacity, block.size))
         return all(amount <= self._room(device) for device, amount in reserved.items())
 
     def _bytes(self, name: str, capacity: int, rows: int) -> dict[str, int]:
@@ -190,10 +187,10 @@ class Budget:
 
 
 def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
-    """Capacities that a row passes through from `first` slots to `slots`; with fixed blocks only the last one."""
+    """Capacities that a row passes through from `first` slots to `slots`."""
     last = row_capacity(max(first, slots), member.smallest_row)
     sizes = [last]
-    while not member.fixed_blocks and sizes[0] > row_capacity(first, member.smallest_row):
+    while sizes[0] > row_capacity(first, member.smallest_row):
         sizes.insert(0, sizes[0] // 2)
     return sizes
 

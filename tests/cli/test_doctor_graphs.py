@@ -1,4 +1,4 @@
-"""`specfuse-llm doctor` reports how forward passes of a short answer ran: replayed, in a fixed shape, or dynamic."""
+"""`specfuse-llm doctor` reports how forward passes of a short answer ran: replayed, as packed steps, or dynamic."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def shown(engine: EnsembleEngine, execution: str) -> str:
 
 
 def test_captured_steps_are_counted_as_replayed(driver: Driver, tiny_engine: EnsembleEngine) -> None:
-    line = shown(tiny_engine, "static")
-    assert line.count("replayed") == line.count("static") == line.count("dynamic") == 2
+    line = shown(tiny_engine, "paged")
+    assert line.count("replayed") == line.count("packed") == 2
+    assert "dynamic" not in line
     assert driver.replays > 10
 
 
 def test_without_captures_nothing_is_answered(tiny_engine: EnsembleEngine) -> None:
-    assert shown(tiny_engine, "static").split() == ["forwards", UNKNOWN, UNKNOWN]
+    assert shown(tiny_engine, "paged").split() == ["forwards", UNKNOWN, UNKNOWN]
 
 
 def test_a_short_answer_that_fails_is_a_problem(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.cli.doctor.TRIAL", "tides " * 2000)
-    checkup = examine(replace(tiny_engine.config, execution="static"))
+    checkup = examine(replace(tiny_engine.config, execution="paged"))
     assert len(checkup.members) == 2
     assert "a short answer failed" in checkup.problems[0]

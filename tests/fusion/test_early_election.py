@@ -146,10 +146,10 @@ def test_a_margin_below_one_is_refused(margin: float) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
-@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "static", "paged"])
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "paged"])
 def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_path: Path) -> None:
-    """Greedy and seeded, dynamic, row by row, static and paged: continued drafts equal drafts made at once."""
-    execution, model = (kind, "qwen3") if kind in ("static", "paged") else ("dynamic", kind)
+    """Greedy and seeded, dynamic, row by row and paged: continued drafts equal drafts made at once."""
+    execution, model = (kind, "qwen3") if kind == "paged" else ("dynamic", kind)
     save_model("llama", metaspace_tokenizer(), tmp_path / "one", seed=1)
     save_model(model, byte_level_tokenizer(), tmp_path / "two")
     members = [MemberConfig(str(tmp_path / name), name=name, dtype="float32") for name in ("one", "two")]
@@ -167,23 +167,23 @@ def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_p
     assert len(lengths) > 1, "some were clear at an early look, some were not"
 
 
-def test_static_drafts_continue_ahead_after_the_compared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_drafts_continue_ahead_after_the_compared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look one run of steps, of the tokens that are new; none is drafted by itself."""
-    from specfuse_shared.runtime.static_runner import StaticRunner
+    from specfuse_shared.runtime.packed_steps import PackedRunner
 
     runs: list[int] = []
-    draft = StaticRunner.draft
+    draft = PackedRunner.draft
 
-    def counted(self: StaticRunner, inputs: Any) -> Any:
+    def counted(self: PackedRunner, inputs: Any) -> Any:
         runs.extend(each.count for each in inputs)
         return draft(self, inputs)
 
-    monkeypatch.setattr(StaticRunner, "draft", counted)
+    monkeypatch.setattr(PackedRunner, "draft", counted)
     for name, seed in (("one", 1), ("two", 0)):
         save_model("qwen3", byte_level_tokenizer(), tmp_path / name, seed=seed)
     members = [MemberConfig(str(tmp_path / name), name=name, dtype="float32") for name in ("one", "two")]
     config = EnsembleConfig(
-        members, segment_tokens=3, execution="static", speculation="off", early_margin=1e12, repetition_guard=False
+        members, segment_tokens=3, execution="paged", speculation="off", early_margin=1e12, repetition_guard=False
     )
     with EnsembleEngine(config) as engine:
         engine.load()

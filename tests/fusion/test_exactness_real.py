@@ -13,8 +13,6 @@ from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.members.local.batching import run_stage
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import (
     SCORES,
     assert_equals_naive,
@@ -23,6 +21,7 @@ from tests.support.against_naive import (
     run_rounds,
     with_settings,
 )
+from tests.support.captured import paged_runner
 
 PROMPTS = {
     "english": "Why is the sky blue? Explain it to a child.",
@@ -114,30 +113,29 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
 
 
 @pytest.fixture(scope="module")
-def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
-    """The same members in static execution."""
+def paged_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
+    """The same members in paged execution."""
     results = [copy.copy(member) for member in local_members(exact_engine)]
     for member in results:
-        model = member.runner.model
-        member._runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
+        member._runner = paged_runner(member.runner.model, member.runner)
     return results
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_executions_give_the_same_rounds(
-    exact_engine: EnsembleEngine, static_members: list[LocalMember], kind: str
+    exact_engine: EnsembleEngine, paged_members: list[LocalMember], kind: str
 ) -> None:
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     chance = {} if kind in ("english", "emoji") else {"temperature": 0.9, "top_p": 0.9, "seed": 5}
     params = SamplingParams(max_tokens=200, **chance)
     results = []
-    for members in (local_members(exact_engine), static_members):
+    for members in (local_members(exact_engine), paged_members):
         session = open_session(config, members, question(PROMPTS[kind]), params)
         results.append(run_rounds(session, 2))
         session.release()
-    for dynamic, static in zip(*results, strict=True):
-        assert (static.text, static.winner) == (dynamic.text, dynamic.winner)
-        for one, of_dynamic in zip(static.candidates, dynamic.candidates, strict=True):
+    for dynamic, paged in zip(*results, strict=True):
+        assert (paged.text, paged.winner) == (dynamic.text, dynamic.winner)
+        for one, of_dynamic in zip(paged.candidates, dynamic.candidates, strict=True):
             assert (one.text, one.drafters, one.tokens) == (of_dynamic.text, of_dynamic.drafters, of_dynamic.tokens)
             assert one.scores == pytest.approx(of_dynamic.scores, abs=1e-4)
 

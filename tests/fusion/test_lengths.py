@@ -30,7 +30,7 @@ def config(folders: list[Path]) -> EnsembleConfig:
     return EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, exit="never")
 
 
-@pytest.fixture(scope="module", params=["dynamic", "static", "paged"])
+@pytest.fixture(scope="module", params=["dynamic", "paged"])
 def engine(request: pytest.FixtureRequest, config: EnsembleConfig) -> Iterator[EnsembleEngine]:
     with EnsembleEngine(replace(config, execution=request.param)) as made:
         yield made.load()

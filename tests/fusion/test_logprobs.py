@@ -84,9 +84,9 @@ def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny
             assert any(reported.bytes == reported.top[0].bytes for reported in alone.logprobs)
 
 
-def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
+def test_they_are_the_same_in_paged_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
     request = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
-    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged")) as engine:
         for result in engine.generate_batch([QUESTION] * 3, request):
             check(engine, result, 4)
 

@@ -63,7 +63,7 @@ def loaded(tiny_engine: EnsembleEngine, **settings: Any) -> Iterator[tuple[Ensem
         yield engine.config, members
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
 def test_an_answer_survives_out_of_memory_anywhere(driver: Driver, tiny_engine: EnsembleEngine, execution: str) -> None:
     with loaded(tiny_engine, execution=execution, reuse_prefixes=False) as (config, members):
         expected, count = answer(config, members, None)

@@ -124,10 +124,9 @@ def assert_same_with_and_without(
 @pytest.mark.parametrize(
     ("way", "execution"),
     [
-        ("the defaults", "static"),
         ("the defaults", "paged"),
         *((way, "dynamic") for way in WAYS),
-        *(pytest.param(way, "static", marks=pytest.mark.slow) for way in list(WAYS)[1:]),
+        *(pytest.param(way, "paged", marks=pytest.mark.slow) for way in list(WAYS)[1:]),
     ],
 )
 def test_answers_are_the_same_with_and_without(
@@ -230,16 +229,16 @@ def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: p
     assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
-def test_members_of_static_execution_guess_and_else_draft_ahead(
+def test_members_of_paged_execution_guess_and_else_draft_ahead(
     trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with EnsembleEngine(replace(trio.config, speculation="auto", execution="static", max_concurrent=1)) as engine:
+    with EnsembleEngine(replace(trio.config, speculation="auto", execution="paged", max_concurrent=1)) as engine:
         drafts: list[Mock] = []
         for member in local_members(engine.load()):
-            static = member.runner.static
-            assert static is not None
-            drafts.append(Mock(wraps=static.draft))
-            monkeypatch.setattr(static, "draft", drafts[-1])
+            packed = member.runner.packed
+            assert packed is not None
+            drafts.append(Mock(wraps=packed.draft))
+            monkeypatch.setattr(packed, "draft", drafts[-1])
         prompts = ("the fox asks why", "tides follow")
         results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in prompts]
     usages = [usage for result in results for usage in result.usage.members.values()]

@@ -89,7 +89,7 @@ def test_reasoning_is_the_members_own_decoding_and_then_its_context(folders: tup
     assert result.text
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
 def test_reasoning_ends_where_the_member_ends_it(folders: tuple[str, str], execution: str) -> None:
     plain = MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")
     with EnsembleEngine(EnsembleConfig([plain])) as engine:

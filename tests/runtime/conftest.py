@@ -7,8 +7,8 @@ import pytest
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import local_members
+from tests.support.captured import paged_runner
 from tests.support.graphs_without_gpu import Driver
 
 
@@ -19,5 +19,4 @@ def member(driver: Driver, tiny_engine: EnsembleEngine) -> LocalMember:
 
 @pytest.fixture
 def runner(driver: Driver, member: LocalMember) -> ModelRunner:
-    model, plan = member.runner.model, member.runner.plan
-    return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
+    return paged_runner(member.runner.model, member.runner)

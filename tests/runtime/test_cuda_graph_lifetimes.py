@@ -16,15 +16,13 @@ from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParam
 from specfuse_shared.members.local import lane, probe
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.sequence import ForwardRequest, feed_together
-from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime import attention, cuda_streams, kv_cache, model_runner, static_runner
+from specfuse_shared.runtime import attention, cuda_graphs, cuda_streams, model_runner, packed_steps
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner, share_memory
 from specfuse_shared.runtime.sampler import Sampler, upload
-from specfuse_shared.runtime.static_runner import Graphs, StaticStep
 from tests.support.against_naive import answer_of, local_members, open_session
-from tests.support.captured import drafted, opened
+from tests.support.captured import drafted, opened, paged_runner
 from tests.support.graphs_without_gpu import Driver, driver
 
 __all__ = ["driver"]
@@ -32,14 +30,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def plain_of(runner: ModelRunner) -> ModelRunner:
-    return ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
-
-
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
-    """Prompts whose rows are of different capacity, so that a step of each is another one to capture."""
-    monkeypatch.setitem(kv_cache._SMALLEST_ROW, "cpu", 64)
-    return 10, 70, 150, 280
+    return paged_runner(runner.model, runner, "switched off")
 
 
 @pytest.fixture
@@ -53,75 +44,62 @@ def streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def test_no_graph_outlives_another_whose_workspace_it_shares(
-    driver: Driver, sizes: tuple[int, ...], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+def test_no_graph_outlives_buffers_that_become_too_small(
+    driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_runner, "_MOST_STEPS", 6)
-    monkeypatch.setattr(static_runner, "_MOST_GRAPHS", 3, raising=False)
+    monkeypatch.setattr(packed_steps, "_MOST_PAGES", 4)
+    runner = paged_runner(member.runner.model, member.runner)
     plain = plain_of(runner)
-    pairs = [(opened(runner, n, size), opened(plain, n, size)) for n, size in enumerate(sizes)]
+    pairs = [(opened(runner, n, size), opened(plain, n, size)) for n, size in enumerate((10, 70, 150, 280))]
     for number in (0, 1, 2, 3, 0, 1, 2, 3, 2, 1, 0):
-        for _ in range(4):
-            one, second = pairs[number]
-            assert drafted([one]) == drafted([second])
+        one, second = pairs[number]
+        assert drafted([one]) == drafted([second])
     assert not driver.freed
-    assert driver.captures > 4, "some were captured again"
-    assert runner.static is not None
-    assert runner.static.graphs.report == "captured"
+    assert runner.packed is not None
+    assert runner.packed.graphs.report == "captured"
+    assert driver.captures > runner.packed.graphs.count, "some were captured again"
 
 
 @torch.inference_mode()
 def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
-    driver: Driver, sizes: tuple[int, ...], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plain_of(runner)
-    first, first_plain = opened(runner, 0, sizes[0]), opened(plain, 0, sizes[0])
+    first, first_plain = opened(runner, 0), opened(plain, 0)
     for _ in range(3):
         assert drafted([first]) == drafted([first_plain])
     captures = driver.captures
     assert captures > 0
-    monkeypatch.setattr(static_runner, "_alike", lambda logits, expected: False)
-    second, second_plain = opened(runner, 1, sizes[2]), opened(plain, 1, sizes[2])
+    second, second_plain = opened(runner, 1), opened(plain, 1)
+    monkeypatch.setattr(cuda_graphs, "_alike", lambda logits, expected: False)
     for _ in range(3):
-        assert drafted([second]) == drafted([second_plain])
+        assert drafted([second, first]) == drafted([second_plain, first_plain])
         assert drafted([first]) == drafted([first_plain])
     assert driver.captures == captures + 1
     assert not driver.freed
-    assert runner.static is not None
-    assert runner.static.graphs.report.startswith("eager: ReplayError")
+    assert runner.packed is not None
+    assert runner.packed.graphs.report.startswith("eager: ReplayError")
 
 
 @torch.inference_mode()
-def test_a_step_that_is_over_holds_no_masks(driver: Driver, runner: ModelRunner) -> None:
-    sequence = opened(runner, 0)
-    for _ in range(4):
-        drafted([sequence])
-    assert runner.static is not None
-    steps = [step for step in runner.static._steps.values() if isinstance(step, StaticStep)]
-    assert any(step.replay for step in steps)
-    assert not any(part.masks for step in steps for part in step.parts)
-
-
-@torch.inference_mode()
-def test_out_of_memory_drops_caches_before_the_steps_of_a_member(driver: Driver, runner: ModelRunner) -> None:
-    second = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+def test_out_of_memory_drops_prefixes_before_the_steps_of_a_member(driver: Driver, runner: ModelRunner) -> None:
+    second = paged_runner(runner.model, runner)
     share_memory([runner, second])
     for each in (runner, second):
+        each.prefixes.limit = 1 << 30
         sequence = opened(each, 0)
         for _ in range(4):
             drafted([sequence])
-        sequence.release()  # its block stays, empty
-    assert runner.static is not None
-    assert second.static is not None
+        sequence.release(remember=True)
+    assert runner.packed is not None
+    assert second.packed is not None
     counts = []
     while second.pool.reclaim_memory():
-        counts.append((runner.pool.memory_bytes, runner.static.graphs.count, second.static.graphs.count))
-    held = second.static.graphs
-    assert [graphs > 0 for graphs in (counts[0][1], counts[0][2])] == [True, True], "only blocks at first"
-    assert counts[0][0] == 0
-    assert [(a > 0, b > 0) for _, a, b in counts[1:]] == [(False, True), (False, False)]
+        remembered = runner.prefixes.memory_bytes + second.prefixes.memory_bytes
+        counts.append((remembered, runner.packed.graphs.count > 0, second.packed.graphs.count > 0))
+    assert counts == [(0, True, True), (0, False, True), (0, False, False)]
     assert not driver.freed
-    assert held.report == "captured"
+    assert second.packed.graphs.report == "captured"
 
 
 # ── streams ──────────────────────────────────────────────────────────────────────────────────────
@@ -133,12 +111,12 @@ def test_six_members_have_separate_streams(streams: None, driver: Driver, tiny_e
     made: list[LocalMember] = []
     for number in range(6):
         config = MemberConfig(str(folders[number % 2]), name=f"m{number}")
-        made.append(LocalMember(config, execution="static"))
+        made.append(LocalMember(config, execution="paged"))
     used = []
     for each in made:
-        assert each.runner.static is not None
-        assert each.runner.static.graphs.report == "captured"
-        used += [each.runner.stream._stream, each.runner.static.graphs._stream]
+        assert each.runner.packed is not None
+        assert each.runner.packed.graphs.report == "captured"
+        used += [each.runner.stream._stream, each.runner.packed.graphs._stream]
     assert None not in used
     assert len({stream.cuda_stream for stream in used}) == 12
     assert next(driver._streams[0]) <= 12, "no more than two a member were made"
@@ -169,9 +147,9 @@ def test_a_capture_that_another_thread_broke_is_tried_again(
     sequence, expected = opened(runner, 0), opened(plain_of(runner), 0)
     for _ in range(12):
         assert drafted([sequence]) == drafted([expected])
-    assert runner.static is not None
+    assert runner.packed is not None
     assert driver.waiting_elsewhere == 0, "it was broken"
-    assert runner.static.graphs.report == "captured"
+    assert runner.packed.graphs.report == "captured"
     assert driver.replays > 10
     assert not driver.allocating
     assert "will be tried again" in caplog.text
@@ -184,17 +162,17 @@ def test_captures_that_always_fail_are_given_up(driver: Driver, runner: ModelRun
     for _ in range(300):
         drafted([sequence], 2)
         sequence.runner.pool  # noqa: B018 the same row all along
-        if driver.failing and runner.static and runner.static.graphs.reason:
+        if driver.failing and runner.packed and runner.packed.graphs.reason:
             break
-    assert runner.static is not None
-    assert runner.static.graphs.report.startswith("eager: RuntimeError: a driver's error 3")
+    assert runner.packed is not None
+    assert runner.packed.graphs.report.startswith("eager: RuntimeError: a driver's error 3")
 
 
 @torch.inference_mode()
 def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
     driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    second = paged_runner(runner.model, runner)
     sequence = opened(second, 1)
     for _ in range(4):
         drafted([sequence])
@@ -226,12 +204,12 @@ def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
 def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(static_runner, "_FIRST_CHECK", 8)
+    monkeypatch.setattr(packed_steps, "_FIRST_CHECK", 8)
     sequence = opened(runner, 0)
     for _ in range(4):
         drafted([sequence])
-    assert runner.static is not None
-    assert runner.static.graphs.report == "captured"
+    assert runner.packed is not None
+    assert runner.packed.graphs.report == "captured"
     assert driver.replays > 4
     layer = runner.model.model.layers[0].mlp.down_proj
     before = layer.weight
@@ -244,7 +222,7 @@ def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
         drafted([sequence])
     finally:
         layer.weight = before
-    assert runner.static.graphs.report.startswith("eager: ReplayError: a replay gave other numbers")
+    assert runner.packed.graphs.report.startswith("eager: ReplayError: a replay gave other numbers")
     assert "runs without CUDA graphs" in caplog.text
     assert driver.replays == replays
     assert runner.forwards["replayed"] >= 8
@@ -255,7 +233,7 @@ def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
 
 @pytest.fixture
 def lane_members(streams: None, tiny_engine: EnsembleEngine) -> Iterator[list[LocalMember]]:
-    with EnsembleEngine(replace(tiny_engine.config, execution="static", speculation="off")) as engine:
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged", speculation="off")) as engine:
         yield local_members(engine)
 
 
@@ -265,7 +243,7 @@ def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
     """The host does not wait for it: a clock that stops when all is queued would measure nothing."""
     driver.a_replay = 5.0
     reported: list[float] = []
-    settings = replace(tiny_engine.config, execution="static", speculation="off")
+    settings = replace(tiny_engine.config, execution="paged", speculation="off")
     answer = open_session(settings, lane_members, [Message("user", "the tides")], SamplingParams(max_tokens=60))
     answer.lane._on_forward = lambda member, answers, seconds, steps=1: reported.append(seconds)
     before, driver.lags = driver.seconds, True
@@ -282,37 +260,22 @@ def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
     assert sum(reported) == pytest.approx(spent)
 
 
-def test_existing_blocks_count_as_capacity_for_answers(
-    driver: Driver, member: LocalMember, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = 1 << 32
-    monkeypatch.setattr(lane, "free_memory", lambda name: there - runner.pool.memory_bytes)
+def test_existing_blocks_count_as_capacity_for_answers(member: LocalMember, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 1 << 32
+    runner = ModelRunner(member.runner.model, member.runner.plan)
+    monkeypatch.setattr(lane, "free_memory", lambda name: free - runner.pool.memory_bytes)
     monkeypatch.setattr(type(member), "runner", property(lambda self: runner))
     local = LocalLane([member])
     [(name, before)] = local.memory().items()
-    opened(runner, 0).release()
-    assert runner.pool.memory_bytes > 0, "the block stays"
+    opened(runner, 0)
+    assert runner.pool.memory_bytes > 0
     assert local.memory() == {name: before}
 
 
 # ── many answers ─────────────────────────────────────────────────────────────────────────────────
 
 
-@torch.inference_mode()
-def test_one_guess_among_nine_answers_keeps_the_pass_in_a_fixed_shape(
-    driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(static_runner, "_DEFAULT_MOST_TOKENS", static_runner.most_tokens(CUDA))
-    model, plan = member.runner.model, member.runner.plan
-    runner = ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
-    sequences = [opened(runner, n) for n in range(9)]
-    before = runner.forwards["dynamic"]
-    guess = Branch(0, tuple(range(30, 40)))
-    feed_together([ForwardRequest(c, (Branch(0, (20,)),), guesses=(guess,) * (c is sequences[0])) for c in sequences])
-    assert runner.forwards["dynamic"] == before
-
-
-@pytest.mark.parametrize("execution", ["dynamic", "static"])
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
 def test_greedy_choices_read_from_the_device_once_a_forward_pass(
     driver: Driver, tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

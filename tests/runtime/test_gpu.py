@@ -23,9 +23,9 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Download, Sampler
-from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
 from tests.support.cuda import needs_cuda
 from tests.support.many_requests import requests
@@ -51,7 +51,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]
 
 
 @needs_cuda(1, "tiny models of every architecture, in float32")
-@pytest.mark.parametrize("execution", ["dynamic", "static"])
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: Path) -> None:
     partner = save_model("llama", metaspace_tokenizer(), tmp_path / "partner", seed=1)
@@ -120,8 +120,8 @@ def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params:
         ids, logprobs = drafted(captured, params)
         assert ids == expected[0]
         assert logprobs == pytest.approx(expected[1], abs=1e-4)
-    assert captured.static is not None
-    assert captured.static.graphs.report == "captured"
+    assert captured.packed is not None
+    assert captured.packed.graphs.report == "captured"
 
 
 @needs_cuda(1, "tiny models, and the mode that finds synchronisations")

@@ -24,7 +24,7 @@ from specfuse_shared.loading import pretrained
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
-from specfuse_shared.runtime import mps, sampler
+from specfuse_shared.runtime import mps, paged_attention, sampler
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelForward
 from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler
@@ -210,9 +210,12 @@ def kernels_of_mps() -> set[str]:
     return {name for name, entry in by_name.items() if has(entry)}
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static"])
-def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder: Path) -> None:
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
+def test_every_operation_of_an_answer_has_a_kernel_on_mps(
+    execution: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also the branches for a GPU alone: a processor is taken for another device where that makes a difference."""
+    monkeypatch.setattr(paged_attention, "_EXACT_SHAPES", set())
     member = LocalMember(MemberConfig(str(folder)), execution=execution)
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     with OperationRecorder() as recorder:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Run, Sight
 from specfuse_shared.runtime.paged_attention import paged_attention, parts_for, plain, seen
 
 PARENTS = (-1, 0, 1, -1, 3, 0)
 """Of the token tree of the second answer."""
 WIDTH = 16
+TREE = Run(1, 6, 1, 27)
+"""The tokens of that tree."""
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,7 +75,7 @@ def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() 
             query[first : first + count].transpose(0, 1)[None],
             keys[slots].transpose(0, 1)[None],
             values[slots].transpose(0, 1)[None],
-            attn_mask=seen(at, Sight(0.125), first, count),
+            attn_mask=seen(at, Sight(0.125), Run(first, count, answer, total), count, total),
             enable_gqa=True,
         )[0].transpose(0, 1)
         torch.testing.assert_close(result[first : first + count], expected)
@@ -81,7 +83,7 @@ def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() 
 
 
 def test_a_token_of_a_tree_sees_the_text_before_it_and_its_own_line() -> None:
-    visible = seen(layout(4), Sight(1.0), 1, 6)
+    visible = seen(layout(4), Sight(1.0), TREE, 6, 27)
     assert visible[:, :21].all()
     assert visible[:, 21:].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -91,10 +93,10 @@ def test_a_token_of_a_tree_sees_the_text_before_it_and_its_own_line() -> None:
         [0, 0, 0, 1, 1, 0],
         [1, 0, 0, 0, 0, 1],
     ]
-    window = seen(layout(4), Sight(1.0, window=3), 1, 6)
+    window = seen(layout(4), Sight(1.0, window=3), TREE, 6, 27)
     assert window[2].nonzero().flatten().tolist() == [21, 22, 23], "positions 21 to 23"
     assert window[5].nonzero().flatten().tolist() == [20, 21, 26], "positions 20, 21 and 22"
-    chunk = seen(layout(4), Sight(1.0, chunk=11), 1, 6)
+    chunk = seen(layout(4), Sight(1.0, chunk=11), TREE, 6, 27)
     assert chunk[1].nonzero().flatten().tolist() == [22], "position 22 begins a chunk"
 
 

@@ -35,18 +35,12 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 
 
 @pytest.fixture(scope="module")
-def static(engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
-    with EnsembleEngine(replace(engine.config, execution="static")) as made:
-        yield made.load()
-
-
-@pytest.fixture(scope="module")
 def paged(engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
     with EnsembleEngine(replace(engine.config, execution="paged")) as made:
         yield made.load()
 
 
-@pytest.fixture(params=["dynamic", "static", "paged"])
+@pytest.fixture(params=["dynamic", "paged"])
 def either(request: pytest.FixtureRequest, engine: EnsembleEngine) -> EnsembleEngine:
     """That engine in each execution."""
     chosen = engine if request.param == "dynamic" else request.getfixturevalue(request.param)
@@ -329,7 +323,7 @@ def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, m
         assert max(sizes) <= 32 + 5 * (2 * config.segment_tokens + 8)
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
 def test_a_shared_prefix_is_read_once(tiny_engine: EnsembleEngine, execution: str) -> None:
     with (
         EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine,

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig
+from specfuse_shared.errors import RequestError
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.runtime.attention import MaskPlan
-from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, CacheBlock, CachePool, CacheRow
-from specfuse_shared.runtime.static_runner import Graphs, StaticRunner
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, CachePool, CacheRow
+from specfuse_shared.runtime.packed_steps import PackedRunner
+from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.serving.admission import Budget, Need
 
 SLOT = {n: (torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)) for n in range(2)}
@@ -21,9 +24,9 @@ SLOT_BYTES = 2 * 2 * 2 * 4 * 4
 CPU = torch.device("cpu")
 
 
-def budget(room: int, is_fixed: bool) -> Budget:
+def budget(room: int) -> Budget:
     report: Any = None
-    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, SLOT_BYTES, 256, 100, report, fixed_blocks=is_fixed)
+    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, SLOT_BYTES, 256, 100, report)
     return Budget(EnsembleConfig(["m"], max_concurrent=99, reuse_prefixes=False), [info], {"cpu": room})
 
 
@@ -35,43 +38,11 @@ def written(pool: CachePool, slots: int) -> CacheRow:
     return row
 
 
-def test_admitted_answers_never_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 70 * 256 * SLOT_BYTES
-    zeros = CacheBlock._zeros
-
-    def scarce(block: CacheBlock, layers: int, rows: int, like: torch.Tensor) -> torch.Tensor:
-        expected = layers * rows * like.shape[-3] * block.capacity * like.shape[-1] * like.element_size()
-        if pool.memory_bytes + expected > room:
-            raise torch.OutOfMemoryError("there is no more")
-        return zeros(block, layers, rows, like)
-
-    monkeypatch.setattr(CacheBlock, "_zeros", scarce)
-    admission, pool, chance = budget(room, is_fixed=True), CachePool(CPU, SLOT), random.Random(5)
-    pool.is_fixed = True
-    running: list[tuple[Need, CacheRow]] = []
-    refused, peak = 0, 0
-    for _ in range(600):
-        if running and chance.random() < 0.45:
-            need, row = running.pop(chance.randrange(len(running)))
-            row.free()
-            admission.free(need)
-            continue
-        slots = chance.choice((200, 200, 400, 900))
-        need = Need({"m": [256 if slots < 256 else 512 if slots < 512 else 1024]}, {"cpu": 0})
-        if not admission.take(need, len(running)):
-            refused += 1
-            continue
-        running.append((need, written(pool, slots)))
-        peak = max(peak, pool.memory_bytes)
-    assert refused > 20
-    assert peak > 0.5 * room, "what there is, is used"
-
-
 def test_rows_that_grow_stay_within_the_budget() -> None:
     """A row begins with its prompt and moves as its answer grows; a block that it leaves stays for as long as others
     are in it."""
     room = 60 * 256 * SLOT_BYTES
-    admission, pool, chance = budget(room, is_fixed=False), CachePool(CPU, SLOT), random.Random(7)
+    admission, pool, chance = budget(room), CachePool(CPU, SLOT), random.Random(7)
     running: list[tuple[Need, CacheRow, int]] = []
     refused, peak = 0, 0
     for _ in range(1500):
@@ -105,11 +76,20 @@ def asked(prompt: int, answer: int) -> Any:
 
 
 def test_graphs_and_their_logits_have_a_reserve() -> None:
-    def runner(reason: str | None) -> StaticRunner:
-        graphs = Graphs(torch.device("cuda"), "m", reason)
-        return StaticRunner(
-            lambda *_: torch.empty(0), MaskPlan(("full_attention",), False), CPU, torch.bfloat16, graphs
-        )
+    def runner(reason: str | None) -> PackedRunner:
+        graphs, plan = Graphs(torch.device("cuda"), "m", reason), MaskPlan(("full_attention",), False)
+        arena = PageArena(SLOT, 4)
+        return PackedRunner(lambda *_: torch.empty(0), plan, CPU, torch.bfloat16, graphs, arena, 1, True, 4)
 
     assert runner("switched off").reserve_bytes(4096, 128256) == 0
     assert 0.3e9 < runner(None).reserve_bytes(4096, 128256) < 1e9
+
+
+def test_pages_are_taken_from_the_bytes_for_caches() -> None:
+    report: Any = None
+    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 16, 10_000, report, cache_tokens=8500)
+    config = EnsembleConfig(["m"], cache_bytes=1_000_000, reuse_prefixes=False)
+    admission = Budget(config, [info], {"cpu": 1 << 40})
+    assert admission.limits == {"cpu": 150_000}
+    with pytest.raises(RequestError, match="cache_bytes"):
+        admission.needs(asked(100, 100))

@@ -16,8 +16,15 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
+
+
+def paged_runner(model: Any, like: ModelRunner, reason: str | None = None) -> ModelRunner:
+    """A runner over 200 pages, with the plan and slots of another one; with a `reason`, it captures nothing."""
+    graphs = Graphs(model.device, "tiny", reason)
+    return ModelRunner(model, like.plan, slots=like.pool.slots, graphs=graphs, pages=200)
 
 
 def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:

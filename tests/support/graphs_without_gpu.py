@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from specfuse_shared.runtime.static_runner import Graphs
+from specfuse_shared.runtime.cuda_graphs import Graphs
 
 Pool = tuple[int, int]
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -1,4 +1,4 @@
-"""Static and paged execution on a device that is not there: tensors without numbers, which know where they would be.
+"""Paged execution on a device that is not there: tensors without numbers, which know where they would be.
 
 Such tensors raise where a tensor of the device meets one of the host, and where anything has to be read from the
 device. Run by itself, because a device once registered stays for the life of the process.
@@ -33,10 +33,10 @@ from specfuse_shared.members.local.sequence import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.attention import plans_for
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import PendingLogprobs
-from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.tiny import ARCHITECTURES
 
 RULES = (
@@ -54,9 +54,14 @@ def config_of(kind: str) -> Any:
 def run(kind: str, device: torch.device) -> None:
     model = model_on(device, config_of(kind))
     plan = plans_for(model.config)[0]
-    static = ModelRunner(model, plan, graphs=Graphs(device, kind))
-    answer_with(static, kind, device)
-    answer_with(ModelRunner(model, plan, slots=static.pool.slots, graphs=Graphs(device, kind), pages=40), kind, device)
+    text = model.config
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    slots = {
+        n: (torch.zeros(1, heads, 1, size, dtype=model.dtype, device=device),) * 2
+        for n in range(text.num_hidden_layers)
+    }
+    answer_with(ModelRunner(model, plan, slots=slots, graphs=Graphs(device, kind), pages=40), kind, device)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Lanes: members of this process that share a device or cores run their stages in batched forward passes.
 
 A step is one forward pass of each member for all waiting stages: some answers draft, some verify, some prefill. With
-static execution a member drafts a whole segment in one run of steps. Such drafts wait for verifications and commits, so
+paged execution a member drafts a whole segment in one run of steps. Such drafts wait for verifications and commits, so
 that all answers draft together.
 
 Members on one accelerator share a lane. Members on the CPU divide its cores: small steps gain little from more cores,
@@ -230,8 +230,13 @@ class _Timed:
     watch: Stopwatch
 
 
-_MOST_ANSWERS_OF_PAGES = 256
-"""Limit of a member's pages: enough for this number of answers of full context length."""
+_MOST_ANSWERS_OF_PAGES = {"cuda": 256}
+_DEFAULT_MOST_ANSWERS_OF_PAGES = 16
+_MOST_CONTEXT_OF_PAGES = 8192
+"""Limit of a member's pages: enough for this number of answers of full context length, or of 8,192 tokens on devices
+whose memory is also the processor's."""
+_FEWEST_TOKENS_OF_PAGES = 2048
+"""Tokens of the smallest arena, where memory is short."""
 _SHARE_OF_PAGES = 0.85
 """Share of the memory for answers that becomes pages; the rest is for logits."""
 
@@ -251,9 +256,17 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None, la
         size = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
         tokens = max(0, int(_SHARE_OF_PAGES * lane_share * size)) // sum(member.bytes_per_token for member in here)
         for member in here:
-            limit = _MOST_ANSWERS_OF_PAGES * (member.context_limit or 8192)
-            member.runner.open_arena(max(2, min(tokens, limit) // PAGE))
+            limit = _most_tokens(member)
+            member.runner.open_arena(1 + min(max(tokens, _FEWEST_TOKENS_OF_PAGES), limit) // PAGE)
             member.runner.warm_up()
+
+
+def _most_tokens(member: LocalMember) -> int:
+    """Tokens that a member's pages hold at most."""
+    kind, context = member.runner.device.type, member.context_limit or _MOST_CONTEXT_OF_PAGES
+    if kind in _MOST_ANSWERS_OF_PAGES:
+        return _MOST_ANSWERS_OF_PAGES[kind] * context
+    return _DEFAULT_MOST_ANSWERS_OF_PAGES * min(context, _MOST_CONTEXT_OF_PAGES)
 
 
 class LocalLane:

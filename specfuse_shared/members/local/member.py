@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from specfuse_shared.config import OLLAMA, EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.errors import MissingTemplateWarning
-from specfuse_shared.loading.gguf import OnStage
+from specfuse_shared.loading.gguf import OnStage, cache_folder
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import MemberFiles, prepared
 from specfuse_shared.members.local.probe import Attempt, probe
@@ -35,9 +36,11 @@ from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.fused_norms import pack_weights
 from specfuse_shared.runtime.int8_products import use_int8_products
 from specfuse_shared.runtime.kv_cache import smallest_row
+from specfuse_shared.runtime.merged_products import merge_products
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
 from specfuse_shared.runtime.packed_layout import PAGE
+from specfuse_shared.runtime.paged_attention import uses_kernel
 from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Codec
@@ -270,13 +273,16 @@ class LocalMember(InProcessMember):
         parameters, weights = model.num_parameters(), weight_bytes(model)
         if loaded is None:  # a model from the caller stays unchanged
             weights += pack_weights(model)
-            if execution == "paged":
+            if may_be_paged(model.device, execution):
                 use_int8_products(model)
+            if merges_products(model.device, execution):
+                files.on_stage("merging projections")
+                merge_products(model)
         self.devices = place.caches
         super().__init__(config, tokenizer)
         files.on_stage("checking parity")
         choose_kernels(torch.device(model.device))
-        way = probe(model, self.name, execution)
+        way = probe(model, self.name, execution, _compiled_code(files, model.device))
         self._runner = way.runner(model)
         if not self.runner.is_paged:  # its lane makes its pages, and captures steps over them
             self.runner.warm_up()
@@ -295,7 +301,7 @@ class LocalMember(InProcessMember):
 
     @property
     def report(self) -> MemberReport:
-        graphs = self._report.graphs if self.runner.static is None else self.runner.static.graphs.report
+        graphs = self._report.graphs if self.runner.packed is None else self.runner.packed.graphs.report
         return replace(self._report, why=self.why, graphs=graphs, forwards=self.runner.forwards)
 
     def _described(self, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]) -> MemberReport:
@@ -313,6 +319,7 @@ class LocalMember(InProcessMember):
             verification=way.verification,
             probe_error=way.error,
             graphs=way.execution,
+            layers=way.layers,
             load_seconds=seconds,
         )
 
@@ -323,7 +330,7 @@ class LocalMember(InProcessMember):
         pool = self.runner.pool
         if isinstance(pool, PageArena):
             return replace(super().info, smallest_row=PAGE, cache_tokens=(pool.pages - 1) * PAGE)
-        return replace(super().info, smallest_row=smallest, fixed_blocks=pool.is_fixed)
+        return replace(super().info, smallest_row=smallest)
 
     @property
     def may_guess(self) -> bool:
@@ -344,6 +351,23 @@ class LocalMember(InProcessMember):
             limit = pool.pages * PAGE * pool.bytes_per_slot  # pages of the past are free as soon as they are wanted
         self.runner.prefixes.limit = limit
         self.runner.prefixes.shrink(limit)
+
+
+def may_be_paged(device: torch.device, execution: str) -> bool:
+    """Whether a model on a device may run over pages."""
+    return execution == "paged" or (execution == "auto" and device.type == "cuda")
+
+
+def merges_products(device: torch.device, execution: str) -> bool:
+    """Whether reading one matrix instead of two pays: a processor has packed weights instead."""
+    return device.type == "cuda" and may_be_paged(device, execution)
+
+
+def _compiled_code(files: MemberFiles, device: torch.device) -> Path | None:
+    """Folder for compiled code of layers; None: they are not compiled."""
+    if files.config.compile == "off" or not uses_kernel(device):
+        return None
+    return cache_folder(files.cache_dir) / "compiled"
 
 
 def _context_limit(model: Any, config: MemberConfig) -> int | None:

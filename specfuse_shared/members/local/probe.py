@@ -2,7 +2,7 @@
 
 At load, a few short random branches are scored through each path that the architecture may allow and compared
 with the model's plain forward. Windows are shrunk for the probe, so that a handful of tokens reaches beyond them.
-Static execution is probed in the same way, a draft included, and on a GPU its first steps are captured by that.
+Paged execution is probed in the same way, a draft included, and on a GPU its first steps are captured by that.
 A path that passes also reads a prompt in several pieces, with the original windows, and drafts after it: other kernels
 handle those, and some have masked from the wrong corner.
 """
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,12 +32,14 @@ from specfuse_shared.members.local.sequence import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.attention import MaskPlan, masks_lower_right, plans_for
+from specfuse_shared.runtime.compiled_layers import compile_layers, leave_uncompiled
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
 from specfuse_shared.runtime.model_runner import LongRope, ModelRunner, model_home
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
+from specfuse_shared.runtime.paged_attention import has_kernel
 from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static_runner import Graphs
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,9 @@ _COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
 class Attempt:
     """A way to score branches, and its mean |Δ log p| against the model's plain forward.
 
-    `slots`: one cache slot of each layer; none for recurrent models, whose state does not grow. `graphs`: for static
-    and paged execution. `pages`: of the cache, for paged execution. `dynamic`: why neither is used. `stream`: where all
+    `slots`: one cache slot of each layer; none for recurrent models, whose state does not grow. `graphs`: for
+    paged execution. `dynamic`: why it is not used. `layers`:
+    how layers run in packed steps. `stream`: where all
     attempts work, and the member after them.
     """
 
@@ -73,8 +77,8 @@ class Attempt:
     slots: Mapping[int, Layer] = field(default_factory=dict)
     graphs: Graphs | None = None
     dynamic: str = "not asked for"
+    layers: str = ""
     stream: ModelStream | None = None
-    pages: int = 0
 
     @property
     def verification(self) -> Literal["packed", "rows"]:
@@ -91,18 +95,19 @@ class Attempt:
         return self.graphs.report if self.graphs is not None else f"eager: dynamic execution ({self.dynamic})"
 
     def runner(self, model: Any) -> ModelRunner:
-        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream, self.pages)
+        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream, _PAGES)
 
 
-def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
+def probe(model: Any, member: str, execution: str = "auto", compiled_code: Path | None = None) -> Attempt:
     """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works, and
     `MemberLoadError` where there is no memory for it.
 
-    `execution`: "auto" (static on a CUDA device and on MPS), "static", "paged" or "dynamic"; the first two only where
-    they are exact.
+    `execution`: "auto" (paged on a CUDA device and on MPS), "paged" or "dynamic"; the first two only where packed steps
+    are exact. `compiled_code`: folder for the code of compiled layers; None: they are not compiled.
     """
     try:
-        return _best_way(model, member, execution)
+        tried = Known()
+        return _executed(model, _best_way(model, member, tried), member, execution, compiled_code, tried)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -112,10 +117,10 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
         ) from error
 
 
-def _best_way(model: Any, member: str, execution: str) -> Attempt:
+def _best_way(model: Any, member: str, results: Known) -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
-    problems, results = list[str](), Known()
+    problems = list[str]()
     start = Attempt(None, stream=ModelStream(model_home(model)))
     ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
@@ -124,12 +129,12 @@ def _best_way(model: Any, member: str, execution: str) -> Attempt:
         best = min(tried, key=lambda way: way.error, default=None)
         if best is not None and best.error <= tolerance:
             logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
-            return _executed(model, best, member, execution, results)
+            return best
     best = min(tried, key=lambda way: way.error)
     if best.error <= _COARSE.get(model.dtype, tolerance):
         dtype = str(model.dtype).removeprefix("torch.")
         logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
-        return _executed(model, best, member, execution, results)
+        return best
     raise UnsupportedModelError(_refusal(model, member, best.error, tolerance, problems))
 
 
@@ -159,25 +164,43 @@ def _is_packable(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _executed(model: Any, way: Attempt, member: str, execution: str, tried: Known) -> Attempt:
-    """The path with its requirements for static execution, or the reason why it runs dynamically."""
-    tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
+def _executed(
+    model: Any, way: Attempt, member: str, execution: str, compiled_code: Path | None, tried: Known
+) -> Attempt:
+    """The path with its requirements for paged execution, or the reason why it runs dynamically."""
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
-    pages = _PAGES if execution == "paged" else 0
-    static = replace(way, error=float("inf"), graphs=Graphs(model.device, member), pages=pages)
-    fixed = _attempt(model, static, problems, tried)
-    assert fixed.graphs is not None
-    fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
-    if fixed.error <= tolerance:
-        return fixed
-    reason = "; ".join(problems) or f"steps of fixed shape are off by {fixed.error:.2g} nats"
+    uncompiled = ""
+    if compiled_code is not None:
+        layers = compile_layers(model, compiled_code)
+        packed, uncompiled = _packed(model, way, member, tried)
+        if layers and not uncompiled:
+            return replace(packed, layers="compiled")
+        leave_uncompiled(layers)
+        uncompiled = uncompiled or "their class is not known"
+        logger.warning("member %s runs without compiled layers: %s", member, uncompiled)
+        uncompiled = f"not compiled: {uncompiled}"
+    packed, reason = _packed(model, way, member, tried)
+    if not reason:
+        return replace(packed, layers=uncompiled)
     logger.warning("member %s runs dynamically: %s", member, reason)
     return replace(way, dynamic=reason)
 
 
+def _packed(model: Any, way: Attempt, member: str, tried: Known) -> tuple[Attempt, str]:
+    """The path in paged execution, and what is wrong with it, if anything is."""
+    tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
+    paged = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
+    packed = _attempt(model, paged, problems, tried)
+    assert packed.graphs is not None
+    packed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
+    if packed.error <= tolerance:
+        return packed, ""
+    return packed, "; ".join(problems) or f"packed steps are off by {packed.error:.2g} nats"
+
+
 def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
-    """Why static execution is out of the question."""
+    """Why paged execution is out of the question."""
     if execution == "dynamic":
         return "as configured"
     if way.plan is None:
@@ -186,9 +209,12 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
         return "its rotary frequencies depend on the length of the text"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model lies on several devices"
+    if execution == "paged":
+        return None
+    if model.device.type == "cuda" and not has_kernel():
+        return "Triton is not installed"
     # MPS compiles and keeps a kernel for each shape that it meets
-    is_default = model.device.type in ("cuda", "mps")
-    return "no CUDA device" if execution == "auto" and not is_default else None
+    return None if model.device.type in ("cuda", "mps") else "no GPU with packed steps"
 
 
 def _attempt(model: Any, way: Attempt, problems: list[str], tried: Known) -> Attempt:
@@ -206,7 +232,7 @@ def _attempt(model: Any, way: Attempt, problems: list[str], tried: Known) -> Att
         if error <= _COARSE.get(model.dtype, _TOLERANCE.get(model.dtype, 2e-3)):
             error = max(error, _measure_pieces(way.runner(model), tried))
         return replace(way, error=error, slots=runner.pool.slots)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+    except Exception as error:  # compilers of kernels have their own classes
         if is_out_of_memory(error) and way.graphs is None:
             raise  # which says nothing of the way
         problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])

@@ -30,9 +30,10 @@ from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_CAPACITY, Row, common_length
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
+from specfuse_shared.runtime.packed_steps import DraftInput, DraftRun
+from specfuse_shared.runtime.pages import PagedRow
 from specfuse_shared.runtime.sampler import ArgmaxTokens as TopTokens
 from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
-from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
 
 Place = tuple[TopTokens, int]
 """Where the argmax token after a node is: the argmax tokens of a forward pass, and the row there."""
@@ -462,7 +463,7 @@ class TreeSequence(SequenceState):
 
     @property
     def drafts_ahead(self) -> bool:
-        return self.runner.static is not None
+        return self.runner.packed is not None
 
     def may_draft_ahead(self, branch: Branch) -> bool:
         return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes after all fed tokens
@@ -504,7 +505,7 @@ class TreeSequence(SequenceState):
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """The runner's input to continue from the draft's branch."""
-        assert self._row is not None, "the sequence was released"
+        assert isinstance(self._row, PagedRow), "the sequence was released"
         assert self._row.used == self.length + len(draft.branch.tokens), "a draft continues the only branch"
         history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
         return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
@@ -589,9 +590,9 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
 
 
 def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
-    static = drafts[0][0].runner.static
-    assert static is not None, "only sequences of fixed-shape runners draft ahead"
-    run = static.draft([sequence.draft_input(draft) for sequence, draft in drafts])
+    packed = drafts[0][0].runner.packed
+    assert packed is not None, "only sequences of paged execution draft ahead"
+    run = packed.draft([sequence.draft_input(draft) for sequence, draft in drafts])
     return (ChosenTokens(run, column) for column in range(len(drafts)))
 
 

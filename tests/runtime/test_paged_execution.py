@@ -1,4 +1,4 @@
-"""Static execution gives what the dynamic one gives, and waits for the device once a draft and once a verification."""
+"""Paged execution gives what the dynamic one gives, and waits for the device once a draft and once a verification."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime import paged_attention
+from specfuse_shared.runtime.cuda_graphs import NoWaiting
 from specfuse_shared.runtime.kv_cache import CachePool
 from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.packed_layout import PAGE
+from specfuse_shared.runtime.packed_steps import DraftInput, DraftRun, PackedStep
+from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.runtime.sampler import NotFiniteError, Sampler
-from specfuse_shared.runtime.static_runner import DraftInput, DraftRun, Graphs, NoWaiting
 from tests.support.against_naive import answer_of, local_members
+from tests.support.captured import paged_runner
 from tests.support.many_requests import requests
 from tests.support.tiny import byte_level_tokenizer, save_model
 
@@ -43,27 +48,17 @@ RULES = (
     SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=3),
 )
 LENGTHS = (7, 120, 250, 31, 400, 18)
-"""Rows of 256 and of 512 slots, one of which grows while it drafts."""
 
 
 @pytest.fixture(scope="module")
-def member(static_engine: EnsembleEngine) -> LocalMember:
-    return local_members(static_engine)[0]
+def member(paged_engine: EnsembleEngine) -> LocalMember:
+    return local_members(paged_engine)[0]
 
 
 @pytest.fixture
 def runner(member: LocalMember) -> ModelRunner:
-    """A static runner with nothing in its cache."""
-    model, plan = member.runner.model, member.runner.plan
-    return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
-
-
-@pytest.fixture(params=["static", "paged"])
-def either(member: LocalMember, request: pytest.FixtureRequest) -> ModelRunner:
-    """A runner of each execution that drafts in one run."""
-    model, plan, slots = member.runner.model, member.runner.plan, member.runner.pool.slots
-    pages = 200 if request.param == "paged" else 0
-    return ModelRunner(model, plan, slots=slots, graphs=Graphs(model.device, "tiny"), pages=pages)
+    """A runner over pages with nothing in its cache."""
+    return paged_runner(member.runner.model, member.runner)
 
 
 def prompts(member: LocalMember) -> list[list[int]]:
@@ -93,38 +88,42 @@ def drafted_by(sequences: list[SequenceState], drafts: list[DraftRequest]) -> li
     return [chosen for chosen in feed_together(questions) if isinstance(chosen, ChosenTokens)]
 
 
-def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
+def drafts_of(
+    sequences: list[SequenceState], counts: list[int], rules: Sequence[SamplingParams] = RULES
+) -> list[DraftRequest]:
     results = []
     for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         runner: Any = sequence.runner
-        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", runner.device)
+        sampler = Sampler(rules[n % len(rules)], n, "tiny", runner.device)
         sampler.start(3)
         results.append(DraftRequest(Branch(0, ()), count, sampler))
     return results
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("pages", [0, 40])
-def test_a_short_draft_beside_a_long_one_stays_within_the_context(pages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [0, 1])
+def test_a_short_draft_beside_a_long_one_stays_within_the_context(rule: int, tmp_path: Path) -> None:
+    """Greedy drafts, whose choice is part of the step, and others."""
     save_model("gpt2", byte_level_tokenizer(), tmp_path, n_positions=64)
     loaded = LocalMember(MemberConfig(str(tmp_path))).runner
-    graphs = Graphs(loaded.model.device, "tiny")
-    runner = ModelRunner(loaded.model, loaded.plan, slots=loaded.pool.slots, graphs=graphs, pages=pages)
+    runner = paged_runner(loaded.model, loaded)
     sequences = [opened(runner, list(range(20, 20 + length))) for length in (61, 12, 62)]
-    counts = [3, 12, 1]
-    drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
+    counts, rules = [3, 12, 1], RULES[rule : rule + 1]
+    drafts, samplers = drafts_of(sequences, counts, rules), [d.sampler for d in drafts_of(sequences, counts, rules)]
     chosen = drafted_by(sequences, drafts)
     for sequence, draft, sampler, tokens in zip(sequences, drafts, samplers, chosen, strict=True):
         ids, _ = sequence.drafted(draft, tokens, ())
         assert ids == one_by_one(opened(runner, list(sequence.prompt)), sampler, draft.count)
 
 
+@pytest.mark.parametrize("rules", [RULES, RULES[:1]])
 @torch.inference_mode()
-def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, either: ModelRunner) -> None:
-    runner = either
+def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(
+    member: LocalMember, runner: ModelRunner, rules: Sequence[SamplingParams]
+) -> None:
     counts = [6, 9, 9, 1, 4, 9]
     sequences = [opened(runner, prompt) for prompt in prompts(member)]
-    drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
+    drafts, samplers = drafts_of(sequences, counts, rules), [d.sampler for d in drafts_of(sequences, counts, rules)]
     result = drafted_by(sequences, drafts)
     plain = ModelRunner(runner.model, runner.plan)
     for sequence, draft, chosen, prompt in zip(sequences, drafts, result, prompts(member), strict=True):
@@ -148,9 +147,8 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
 @pytest.mark.parametrize("place", [0, 2, 8])
 @torch.inference_mode()
 def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_after_it(
-    member: LocalMember, either: ModelRunner, place: int
+    member: LocalMember, runner: ModelRunner, place: int
 ) -> None:
-    runner = either
     prompt = prompts(member)[0]
     reference = opened(ModelRunner(runner.model, runner.plan), prompt)
     whole = one_by_one(reference, drafts_of([reference], [9])[0].sampler, 9)
@@ -170,8 +168,9 @@ def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMembe
         drafts = drafts_of(sequences, [5, 5, 5])
         if poisoned is not None:
             row = sequences[poisoned]._row  # type: ignore[attr-defined]
-            for stack in row.block.stacks:
-                stack[:, row.index, :, : row.used] = float("nan")
+            for pair in row.arena.layers.values():
+                for cached in pair:
+                    cached[row.places(0, row.used)] = float("nan")
         return sequences, list(zip(drafts, drafted_by(sequences, drafts), strict=True))
 
     (sequences, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
@@ -182,9 +181,8 @@ def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMembe
 
 
 @torch.inference_mode()
-def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMember, runner: ModelRunner) -> None:
+def test_drafts_are_the_same_after_steps_were_dropped(member: LocalMember, runner: ModelRunner) -> None:
     prompt, texts = prompts(member)[0], list[list[list[int]]]()
-    runner.pool.keeps_empty = True
     for _ in range(3):
         sequences = [opened(runner, prompt) for _ in range(len(texts) + 1)]
         drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in sequences]
@@ -192,15 +190,13 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
         texts.append([sequence.drafted(draft, chosen, ())[0] for sequence, draft, chosen in result])
         for sequence in sequences:
             sequence.release()
-        assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
-        if len(texts) == 2:
-            runner.free_spare()
-            runner.drop_steps()
-            assert runner.pool.memory_bytes == 0
+        assert runner.pool.memory_bytes == 0
+        runner.free_spare()
+        runner.drop_steps()
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 
 
-def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> None:
+def test_a_row_keeps_its_content_when_others_come_and_go() -> None:
     pool = CachePool(torch.device("cpu"))
     rows = [pool.row(10) for _ in range(3)]
     for n, row in enumerate(rows):
@@ -210,7 +206,7 @@ def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> N
     assert len(rows[0].block.stacks) == 2, "keys and values of unlike size lie apart"
     assert rows[0].block.size == 4, "three rows need a block of four"
     rows[0].free()
-    rows[1].reserve(256)
+    rows[1].reserve(257)
     assert [row.block.capacity for row in rows[1:]] == [512, 256]
     for row, value in ((rows[1], 2), (rows[2], 3)):
         keys, values = row.block.layers[0]
@@ -226,7 +222,7 @@ def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> N
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, speculation: str) -> None:
     questions, results = requests(12), []
-    for execution in ("dynamic", "static", "paged"):
+    for execution in ("dynamic", "paged"):
         with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
             results.append(
                 engine.generate_batch([question for question, _ in questions], [params for _, params in questions])
@@ -238,28 +234,28 @@ def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, spe
                 assert one.usage == second.usage
 
 
-def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:
-    config = replace(static_engine.config, reuse_prefixes=False, speculation="off")
+def test_answers_that_start_apart_draft_together(paged_engine: EnsembleEngine) -> None:
+    config = replace(paged_engine.config, reuse_prefixes=False, speculation="off")
     with EnsembleEngine(config) as engine:
         streams = [engine.stream(f"Speak {n}", SamplingParams(max_tokens=60)) for n in range(4)]
         sizes: list[int] = []
-        static = local_members(engine)[0].runner.static
-        assert static is not None
-        draft = static.draft
-        static.draft = lambda drafts: sizes.append(len(drafts)) or draft(drafts)  # type: ignore[method-assign, func-returns-value]
+        packed = local_members(engine)[0].runner.packed
+        assert packed is not None
+        draft = packed.draft
+        packed.draft = lambda drafts: sizes.append(len(drafts)) or draft(drafts)  # type: ignore[method-assign, func-returns-value]
         for stream in streams:
             list(stream)
     assert max(sizes) == 4
     assert sum(size == 4 for size in sizes) > 2
 
 
-def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEngine) -> None:
+def test_a_run_that_fails_in_company_is_repeated_apart(paged_engine: EnsembleEngine) -> None:
     questions = [(f"Tell me about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
-    with EnsembleEngine(replace(static_engine.config, reuse_prefixes=False)) as engine:
+    with EnsembleEngine(replace(paged_engine.config, reuse_prefixes=False)) as engine:
         expected = [engine.generate(*each).text for each in questions]
-        static = local_members(engine)[0].runner.static
-        assert static is not None
-        plain, refused = static.draft, []
+        packed = local_members(engine)[0].runner.packed
+        assert packed is not None
+        plain, refused = packed.draft, []
 
         def draft(drafts: Sequence[DraftInput]) -> DraftRun:
             if len(drafts) > 1:
@@ -267,43 +263,44 @@ def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEn
                 raise torch.OutOfMemoryError("injected: out of memory")
             return plain(drafts)
 
-        static.draft = draft  # type: ignore[method-assign]
+        packed.draft = draft  # type: ignore[method-assign]
         results = engine.generate_batch([question for question, _ in questions], [params for _, params in questions])
     assert [result.text for result in results] == expected
     assert refused
 
 
-def test_members_say_how_they_run(tiny_engine: EnsembleEngine, static_engine: EnsembleEngine, tmp_path: Path) -> None:
-    assert {r.graphs for r in tiny_engine.describe()} == {"eager: dynamic execution (no CUDA device)"}
-    assert {r.graphs for r in static_engine.describe()} == {"eager: static execution without a CUDA device"}
+def test_members_say_how_they_run(tiny_engine: EnsembleEngine, paged_engine: EnsembleEngine, tmp_path: Path) -> None:
+    assert {r.graphs for r in tiny_engine.describe()} == {"eager: dynamic execution (no GPU with packed steps)"}
+    assert {r.graphs for r in paged_engine.describe()} == {"eager: paged execution without a CUDA device"}
     save_model("mamba", byte_level_tokenizer(), tmp_path)
-    with EnsembleEngine(EnsembleConfig([MemberConfig(str(tmp_path))], execution="static")) as engine:
+    with EnsembleEngine(EnsembleConfig([MemberConfig(str(tmp_path))], execution="paged")) as engine:
         assert engine.describe()[0].graphs == "eager: dynamic execution (the model runs row by row)"
         assert engine.generate("x", SamplingParams(max_tokens=3)).usage.completion_tokens
-    with pytest.raises(ConfigError, match="execution is 'fast': use one of 'auto', 'static', 'paged', 'dynamic'"):
+    with pytest.raises(ConfigError, match="execution is 'fast': use one of 'auto', 'paged', 'dynamic'"):
         EnsembleConfig(["x"], execution="fast")
 
 
-def test_a_model_whose_fixed_steps_are_off_runs_dynamically(
+def test_a_model_whose_packed_steps_are_off_runs_dynamically(
     member: LocalMember, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.runtime.static_runner.StaticStep.advance", lambda step: None)
+    advance = PackedStep.advance
+    monkeypatch.setattr(PackedStep, "advance", lambda step, slots, active: advance(step, slots // 2, active))
     with caplog.at_level(logging.WARNING):
-        way = probe(member.runner.model, "tiny", "static")
+        way = probe(member.runner.model, "tiny", "paged")
     assert way.graphs is None
-    assert way.execution.startswith("eager: dynamic execution (steps of fixed shape are off by")
+    assert way.execution.startswith("eager: dynamic execution (packed steps are off by")
     assert "member tiny runs dynamically" in caplog.text
 
 
 def test_grammars_and_alone_decoding_work_in_either_execution(
-    tiny_engine: EnsembleEngine, static_engine: EnsembleEngine
+    tiny_engine: EnsembleEngine, paged_engine: EnsembleEngine
 ) -> None:
     params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
-    texts = {engine.generate("Letters?", params).text for engine in (tiny_engine, static_engine)}
+    texts = {engine.generate("Letters?", params).text for engine in (tiny_engine, paged_engine)}
     assert len(texts) == 1
     alone = replace(tiny_engine.config, members=[tiny_engine.config.members[1]])
     answers = []
-    for execution in ("dynamic", "static"):
+    for execution in ("dynamic", "paged"):
         with EnsembleEngine(replace(alone, execution=execution)) as engine:
             answers.append(engine.generate([Message("user", "Alone?")], SamplingParams(max_tokens=40)))
     assert answers[0].text == answers[1].text
@@ -334,3 +331,21 @@ def test_on_a_device_a_step_waits_for_nothing_and_mixes_no_devices() -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["llama", "gemma2", "gemma3_text", "cohere2", "gpt2"]
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_answers_are_the_same_with_shapes_that_are_rounded_up(
+    tiny_engine: EnsembleEngine, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on MPS: what a token sees beyond its slots counts for nothing, also where an earlier answer left NaN."""
+    monkeypatch.setattr(paged_attention, "_EXACT_SHAPES", set())
+    questions = requests(8)
+    asked, params = [question for question, _ in questions], [params for _, params in questions]
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(asked, params)]
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged", speculation=speculation)) as engine:
+        for member in local_members(engine.load()):
+            pool = member.runner.pool
+            assert isinstance(pool, PageArena)
+            for keys, values in pool.layers.values():
+                keys[PAGE:], values[PAGE:] = float("nan"), float("nan")
+        assert [answer_of(result) for result in engine.generate_batch(asked, params)] == expected
