@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, Message
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
-from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.member import LocalMember, merges_products
+from specfuse_shared.runtime.merged_products import merge_products
 
 DOCUMENTS = sorted((Path(__file__).parents[1] / "examples" / "documents").glob("*.md"))
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -81,6 +82,8 @@ def members(
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         member = MemberConfig(shape.name, name=shape.name, device=str(device))
+        if merges_products(device, execution):
+            merge_products(model)
         tokenizer = trained_tokenizer(_SMALLEST_VOCABULARY + number * _STEP)
         yield LocalMember(member, execution=execution, loaded=(model, tokenizer))
 
@@ -168,7 +171,7 @@ class LoadedEngine(EnsembleEngine):
         self._loaded = members
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
-        return assemble(self._loaded, self._metrics.forward)
+        return assemble(self._loaded, self._metrics.forward, self.config.cache_bytes)
 
 
 @contextmanager
@@ -205,7 +208,7 @@ def forwards_of(members: Sequence[LocalMember]) -> Counter[str]:
 
 
 def reported(forwards: Counter[str]) -> str:
-    return ", ".join(f"{forwards[way]} {way}" for way in ("replayed", "static", "dynamic"))
+    return ", ".join(f"{forwards[way]} {way}" for way in ("replayed", "packed", "dynamic"))
 
 
 def forwards_a_token(results: Sequence[EnsembleResult], member: str | None = None) -> float:

@@ -54,7 +54,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specfuse_shared import EnsembleResult, SamplingParams
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.sizing import free_memory
-from specfuse_shared.runtime import static_runner as static_runner
+from specfuse_shared.runtime import packed_steps
 from specfuse_shared.runtime.attention import choose_kernels, grouped_kernel
 from specfuse_shared.runtime.cuda_streams import own_stream
 from specfuse_shared.runtime.sampler import Download, upload
@@ -420,11 +420,11 @@ def mixed(some: Sequence[LocalMember], count: int, seed: int) -> tuple[list[Any]
 
 def compare_graphs(sheet: Sheet, device: torch.device) -> None:
     """Graphs that are dropped and captured again, and captures while another thread waits for the whole device."""
-    most, static_runner._MOST_GRAPHS = static_runner._MOST_GRAPHS, 3
+    pages, packed_steps._MOST_PAGES = packed_steps._MOST_PAGES, 4
     try:
-        _compared(sheet, device, "with at most 3 graphs", 6)
+        _compared(sheet, device, "with buffers that grow", 6)
     finally:
-        static_runner._MOST_GRAPHS = most
+        packed_steps._MOST_PAGES = pages
     if device.type != "cuda":
         sheet.lacks("a thread that waits for the device: no CUDA device")
         return
@@ -449,19 +449,19 @@ def compare_graphs(sheet: Sheet, device: torch.device) -> None:
 
 
 def _compared(sheet: Sheet, device: torch.device, what: str, waves: int) -> bool:
-    """Answers in static execution against those in dynamic; whether all were the same."""
-    static, plain = pair(device, "static"), pair(device, "dynamic")
+    """Answers in paged execution against those in dynamic; whether all were the same."""
+    paged, plain = pair(device, "paged"), pair(device, "dynamic")
     same = count = 0
     for wave in range(waves):
         asked, params = mixed(plain, 8, wave)
         found = []
-        for some in (static, plain):
+        for some in (paged, plain):
             with engine_over(some) as engine:
                 found.append(answers_of(engine.generate_batch(asked, params)))
         count += len(asked)
         same += sum(a == b for a, b in zip(*found, strict=True))
-    ways = "; ".join(sorted({member.report.graphs for member in static}))
-    sheet.add(f"equal answers {what}", f"{same} of {count}", f"{ways}; {reported(forwards_of(static))}")
+    ways = "; ".join(sorted({member.report.graphs for member in paged}))
+    sheet.add(f"equal answers {what}", f"{same} of {count}", f"{ways}; {reported(forwards_of(paged))}")
     if same < count:
         raise AssertionError(f"{count - same} of {count} answers {what} differ from those of dynamic execution")
     return True
@@ -469,9 +469,9 @@ def _compared(sheet: Sheet, device: torch.device, what: str, waves: int) -> bool
 
 def compare_for_long(sheet: Sheet, device: torch.device, seconds: float) -> None:
     """Mixed lengths with little memory for caches, for a while; every answer compared with dynamic execution."""
-    static, plain = pair(device, "static"), pair(device, "dynamic")
+    paged, plain = pair(device, "paged"), pair(device, "dynamic")
     end, count, wrong, wave = time.monotonic() + seconds, 0, 0, 0
-    with engine_over(static, cache_bytes=24 << 20) as one, engine_over(plain, cache_bytes=24 << 20) as other:
+    with engine_over(paged, cache_bytes=24 << 20) as one, engine_over(plain, cache_bytes=24 << 20) as other:
         while time.monotonic() < end:
             asked, params = mixed(plain, 24, 100 + wave)
             found = [answers_of(engine.generate_batch(asked, params)) for engine in (one, other)]
@@ -480,7 +480,7 @@ def compare_for_long(sheet: Sheet, device: torch.device, seconds: float) -> None
         held = one.metrics().cache_bytes
     sheet.add("answers", count, f"{wave} waves of 24 at once, 24 MiB of caches")
     sheet.add("that differ from dynamic execution", wrong)
-    sheet.add("forwards", reported(forwards_of(static)), "; ".join(sorted({m.report.graphs for m in static})))
+    sheet.add("forwards", reported(forwards_of(paged)), "; ".join(sorted({m.report.graphs for m in paged})))
     sheet.add("bytes of caches left", held)
     if wrong:
         raise AssertionError(f"{wrong} of {count} answers differ from those of dynamic execution")
@@ -490,7 +490,7 @@ def profiled(sheet: Sheet, device: torch.device, tiny: bool) -> None:
     """Rounds of one answer and of 32: seconds, how long the device computed of them, and its longest operations."""
     dtype = torch.float32 if tiny else torch.bfloat16
     room = 1e9 if tiny else _SHARE_FOR_WEIGHTS * free_memory(str(device))
-    some = list(members(tiny, device, dtype, "static" if device.type == "cuda" else "auto", room))
+    some = list(members(tiny, device, dtype, "auto", room))
     cuda = device.type == "cuda"
     where = "on the device" if cuda else "on the host"
     kinds = [profiler.ProfilerActivity.CPU] + ([profiler.ProfilerActivity.CUDA] if cuda else [])

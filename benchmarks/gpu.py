@@ -1,6 +1,6 @@
-"""Speed of static or paged execution on one GPU, with random weights at the shapes of real models: no download.
+"""Speed of paged or dynamic execution on one GPU, with random weights at the shapes of real models: no download.
 
-    python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution paged]
+    python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution dynamic]
                              [--compare-vllm URL] [--json FILE]
     python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
 
@@ -9,18 +9,22 @@
 3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forward passes at that floor
 4. first     seconds to the first segment at 512 and 4,000 prompt tokens
 5. answers   tokens a second of 1, 8 and 32 answers at once
-6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without
+6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without; the same for five
+             members of the same weights ÷ one
+   users     new lengths ÷ the same lengths again; eight answers with one new prompt ÷ one answer; the longest pause of
+             eight streams while a long prompt comes
 7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, after
              512 to 32,768 tokens, within the limits of members and memory
 8. int8      all products of the first member for 1, 8 and 32 tokens, with int8 weights ÷ reading them in bf16
 9. memory    the library's own `generate` for comparison, and how many forward passes of each part were replayed, ran
-             in a fixed shape, and ran dynamically
+             as packed steps without a graph, and ran dynamically
 
 Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit and no end of an answer before its
-length, so that every member works in every round. Random weights say nothing of correctness: their logits are so small
-that a wrong mask would hardly show; that is for the tests. Members are taken in order while memory lasts, at least the
-first. Results are written after every part, also when the time is over, when it is interrupted (Ctrl-C, SIGTERM), and
-when a part fails, with its error. At the end comes a table to paste into docs/performance.md.
+length, so that every member works in every round. The first run compiles layers, a second one loads them. Random
+weights say nothing of correctness: their logits are so small that a wrong mask would hardly show. The tests do.
+Members are taken in order while memory lasts, at least the first. Results are written after every part, also when the
+time is over, when it is interrupted (Ctrl-C, SIGTERM), and when a part fails, with its error. At the end comes a table
+to paste into docs/performance.md.
 
 With --compare-vllm, the decode of a vLLM server on the same kind of card is compared with the first member's: the
 server has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
@@ -33,8 +37,11 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +50,7 @@ from bench_members import SEGMENT, engine_over, forwards_a_token, forwards_of, m
 from figures import RESULTS, Figure, markdown, peak_bytes, report, write
 from vllm_peer import Peer
 
-from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEvent
+from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
 from specfuse_shared.members.local.batching import run_stage
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
@@ -51,12 +58,15 @@ from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.sizing import host_memory
 from specfuse_shared.runtime.int8_products import int8_linear
 from specfuse_shared.runtime.packed_layout import PAGE
-from specfuse_shared.runtime.static_runner import CAPTURE_AT
 
 CANDIDATES = 5
 _SHARE_FOR_WEIGHTS = 0.8
 _WARMING = 2
 """Times that many answers are asked before they are timed, so that most of their steps are captured."""
+
+
+_UNTIMED = 2
+"""First runs of a measurement, which may capture steps."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,10 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
+        yield "speculation of the same weights", lambda: same_weights(self, self.members[0])
+        yield "new lengths", lambda: new_lengths(self, self.members)
+        yield "one new prompt of eight answers", lambda: one_prompt(self, self.members)
+        yield "a pause", lambda: longest_pause(self, self.members)
         yield "products with int8 weights", lambda: self.int8_products(self.members[0])
         yield from context_parts(self)
 
@@ -148,7 +162,7 @@ class Bench:
     def step_seconds(self, member: LocalMember, size: int, repeats: int) -> float:
         """Seconds a token of plain decoding after a prompt of `size` tokens."""
         session, seconds = self.opened(member, size), []
-        for _ in range(CAPTURE_AT):
+        for _ in range(_UNTIMED):
             run_stage(session.draft_alone(SEGMENT, 0))
         for number in range(repeats):
             seconds.append(self.timed(lambda n=number: run_stage(session.draft_alone(self.sizes.tokens, n + 1))))  # type: ignore[misc]
@@ -169,13 +183,13 @@ class Bench:
     def verify(self, member: LocalMember) -> float:
         """Seconds until a member has judged five candidates after the short prompt."""
         session, seconds = self.opened(member, self.sizes.short), []
-        for number in range(CAPTURE_AT + self.repeats):
+        for number in range(_UNTIMED + self.repeats):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
             asked = [ScoringQuery(text, False) for text in texts]
             seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
             run_stage(session.commit(texts[0]))
         session.release()
-        return statistics.median(seconds[CAPTURE_AT:])
+        return statistics.median(seconds[_UNTIMED:])
 
     def opened(self, member: LocalMember, size: int) -> LocalSession:
         ids = member.encode_prompt(prompt([member], size))
@@ -238,7 +252,7 @@ class Bench:
     def _of_floor(self, member: LocalMember, step: float) -> Figure:
         floor = self.floor(member)
         detail = f"{1e3 * step:.2f} ms ÷ {1e3 * floor:.2f} ms"
-        return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.25, False, detail)
+        return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.45, False, detail)
 
     def _of_peer(self, member: LocalMember, peer: Peer) -> Figure:
         """Our decode compared with the server's, after a prompt of the same length."""
@@ -254,7 +268,7 @@ class Bench:
     def _of_step(self, member: LocalMember, verify: float) -> Figure:
         step = self.steps[member.name]
         detail = f"{1e3 * verify:.2f} ms ÷ {1e3 * step:.2f} ms"
-        return Figure(f"verify {CANDIDATES} ÷ a decode step, {member.name}", verify / step, 1.5, False, detail)
+        return Figure(f"verify {CANDIDATES} ÷ a decode step, {member.name}", verify / step, 1.35, False, detail)
 
     # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
 
@@ -271,20 +285,20 @@ class Bench:
                 seconds.append(statistics.median(r.timing.total for r in full))
         spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, some))
         name = f"a round of {len(some)} ÷ {SEGMENT} forward passes each at the floor"
-        return Figure(name, spent / floor, 1.2, False, f"{1e3 * spent:.1f} ms ÷ {1e3 * floor:.1f} ms")
+        return Figure(name, spent / floor, 1.15, False, f"{1e3 * spent:.1f} ms ÷ {1e3 * floor:.1f} ms")
 
     def first(self, some: Sequence[LocalMember]) -> list[Figure]:
         found = {}
         with self.engine(some) as engine:
             for size in (self.sizes.short, self.sizes.long):
                 messages = prompt(some, size)
-                wanted = CAPTURE_AT + self.repeats
+                wanted = _UNTIMED + self.repeats
                 waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(wanted)]  # type: ignore[misc]
-                found[size] = statistics.median(waits[CAPTURE_AT:])
-        for size, wait in found.items():
-            self.facts.append((f"first segment, {size}-token prompt, {len(some)} members", f"{wait:.3f} s"))
-        name = f"seconds to the first segment, {self.sizes.short}-token prompt, {len(some)} members"
-        return [Figure(name, found[self.sizes.short], 0.5, False, "the target is for five members")]
+                found[size] = statistics.median(waits[_UNTIMED:])
+        name = "seconds to the first segment, {}-token prompt, {} members"
+        aims = ((self.sizes.short, 0.35), (self.sizes.long, 0.8))
+        detail = "the aim is for five members"
+        return [Figure(name.format(size, len(some)), found[size], aim, False, detail) for size, aim in aims]
 
     def answers(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Throughput of many answers at once against one."""
@@ -294,9 +308,9 @@ class Bench:
                 rates[count], _ = self.rate(engine, some, self.sizes.short // 4, count)
                 shared = f"{engine.metrics().batch_size.mean:.1f} a forward pass"
                 self.facts.append((f"{count} answers at once", f"{rates[count]:.1f} tokens/s; {shared}"))
-        most = max(rates)
-        name, detail = f"tokens/s of {most} at once ÷ of one", f"{rates[most]:.1f} ÷ {rates[1]:.1f} tokens/s"
-        return [Figure(f"{name}, {len(some)} members", rates[most] / rates[1], 12, True, detail)]
+        name, aims = "tokens/s of {} at once, {} members", zip(rates.items(), (42, 240, 480), strict=False)
+        detail = "the aim is for five members and 1, 8 and 32 answers"
+        return [Figure(name.format(count, len(some)), rate, aim, True, detail) for (count, rate), aim in aims]
 
     def speculation(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Answers with guesses against answers without."""
@@ -309,7 +323,7 @@ class Bench:
             Figure(
                 f"seconds with ÷ without speculation, {count} at once, {len(some)} members",
                 rates["off", count][0] / rates["auto", count][0],
-                1.02,
+                1.05,
                 False,
                 f"forward passes a token {rates['off', count][1]:.2f} → {rates['auto', count][1]:.2f}",
             )
@@ -368,13 +382,85 @@ class Bench:
 def _described(member: LocalMember) -> str:
     found = member.report
     size = f"{found.memory_bytes / 1e9:.3f} GB of weights, {member.bytes_per_token / 1e3:.1f} kB a cached token"
-    return f"{size}; {found.attention}; graphs: {found.graphs}"
+    load = f"loaded and checked in {found.load_seconds:.1f} s"
+    return f"{size}; {found.attention}; graphs: {found.graphs}; layers: {found.layers or 'not compiled'}; {load}"
 
 
 def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
     events = engine.stream(messages, SamplingParams(max_tokens=4 * SEGMENT, ignore_eos=True))
     next(event for event in events if isinstance(event, SegmentEvent) and event.text)
     events.close()  # type: ignore[attr-defined]
+
+
+# ── many users ────────────────────────────────────────────────────────────────────────────────────
+
+
+def same_weights(bench: Bench, member: LocalMember) -> list[Figure]:
+    """An ensemble that always agrees against its member alone, with speculation."""
+    loaded = (member.runner.model, member.prompts.tokenizer)
+    names = [f"same{n}" for n in range(5)]
+    twins = [
+        LocalMember(MemberConfig(name, name=name, compile="off"), execution=bench.execution, loaded=loaded)
+        for name in names
+    ]
+    rates = {}
+    for some in ([member], twins):
+        with bench.engine(some, "auto") as engine:
+            rates[len(some)], _ = bench.rate(engine, some, bench.sizes.short // 4, 1)
+    detail = f"{rates[1]:.1f} ÷ {rates[5]:.1f} tokens/s"
+    return [Figure("seconds a token of five of the same weights ÷ one alone", rates[1] / rates[5], 1.5, False, detail)]
+
+
+def new_lengths(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
+    """Tokens a second of eight answers with prompts of lengths that are new, and once again."""
+    sizes = [bench.sizes.short // 8 * n + n for n in range(1, 9)]
+    asked = [prompt(some, size, f"Entry {n}. ") for n, size in enumerate(sizes)]
+    seconds = []
+    with bench.engine(some) as engine:
+        for _ in range(2):
+            seconds.append(bench.timed(lambda: engine.generate_batch(asked, bench.params())))
+    detail = f"{seconds[1]:.2f} ÷ {seconds[0]:.2f} s"
+    return [Figure("speed with new lengths ÷ with the same ones again", seconds[1] / seconds[0], 0.8, True, detail)]
+
+
+def one_prompt(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
+    """Seconds until eight answers with one new prompt have a first segment, against one answer with another."""
+    waits = []
+    with bench.engine(some) as engine, ThreadPoolExecutor(8) as pool:
+        for count, start in ((1, "Once. "), (8, "Again. ")):
+            messages = prompt(some, bench.sizes.long // 2, start)
+            waits.append(
+                bench.timed(lambda n=count, m=messages: list(pool.map(partial(_first_segment, engine), [m] * n)))  # type: ignore[misc]
+            )
+    detail = f"{waits[1]:.3f} ÷ {waits[0]:.3f} s"
+    return [Figure("first segment of eight with one new prompt ÷ of one", waits[1] / waits[0], 1.5, False, detail)]
+
+
+def longest_pause(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
+    """The longest pause of eight streams while a long prompt comes, in rounds of these streams."""
+    times: list[list[float]] = [[] for _ in range(8)]
+    params = SamplingParams(max_tokens=4 * bench.sizes.tokens, ignore_eos=True)
+
+    def consume(number: int) -> None:
+        for event in engine.stream(prompt(some, bench.sizes.short // 4, f"Entry {number}. "), params):
+            if isinstance(event, SegmentEvent):
+                times[number].append(time.monotonic())
+
+    with bench.engine(some) as engine, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(consume, number) for number in range(8)]
+        while not all(len(each) > 3 for each in times):
+            time.sleep(0.005)
+        came = time.monotonic()
+        _first_segment(engine, prompt(some, bench.sizes.long, "Late. "))
+        went = time.monotonic()
+        for stream in streams:
+            stream.result()
+    gaps = [(end, end - start) for each in times for start, end in pairwise(each[1:])]
+    usual = statistics.median(gap for end, gap in gaps if end < came) if any(end < came for end, _ in gaps) else 0.0
+    usual = usual or statistics.median(gap for _, gap in gaps)
+    longest = max((gap for end, gap in gaps if came <= end <= went + 1), default=usual)
+    detail = f"{longest:.3f} ÷ {usual:.3f} s"
+    return [Figure("longest pause of 8 streams, in rounds", longest / usual, 3, False, detail)]
 
 
 # ── longer contexts ───────────────────────────────────────────────────────────────────────────────
@@ -426,7 +512,7 @@ def _context_answers(bench: Bench, some: Sequence[LocalMember], size: int, count
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--execution", choices=["static", "paged", "dynamic"], default="static")
+    parser.add_argument("--execution", choices=["paged", "dynamic"], default="paged")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--minutes", type=float, default=6, help="no part begins later")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """The costs of a step on a GPU, counted without one: kernels, bytes, calls of the attention, at shapes of real models.
 
 Tensors have a device and a shape but no numbers. Every operation that computes counts as a kernel, and reads and writes
-its tensors once; the attention counts as one kernel, with the bytes that its kind reads. Run by itself: a device once
-registered stays for the life of the process.
+its tensors once. The attention over pages counts as two kernels, which read the slots in use. Run by itself: a device
+once registered stays for the life of the process.
 
     python benchmarks/step_costs.py [MODEL …]      one line of JSON for each model and kind of step
 """
@@ -22,7 +22,6 @@ import torch
 from bench_members import SHAPES, Shape
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,14 +38,14 @@ from specfuse_shared.members.local.sequence import (
     feed_together,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime import attention
+from specfuse_shared.runtime import merged_products, paged_attention
 from specfuse_shared.runtime.attention import plans_for
+from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.fused_norms import fuse_norms
+from specfuse_shared.runtime.merged_products import merge_products
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static_runner import Graphs
 
-_BIASES = {(1024, 2048): causal_lower_right(1024, 2048)}
 NAMES = ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b")
 CONTEXT, SEGMENT, CANDIDATES = 900, 10, 5
 _FREE = (
@@ -85,6 +84,8 @@ class CostCounter(TorchDispatchMode):
         self.counts, self.muted = counts, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.specfuse.paged_attention.default:
+            return self._attended(func(*args, **(kwargs or {})), *args[:3])
         if func.namespace != "aten":
             return func(*args, **(kwargs or {}))
         with self:
@@ -95,6 +96,14 @@ class CostCounter(TorchDispatchMode):
         if not self.muted and not any(str(func).startswith(f"aten.{name}") for name in _FREE):
             self._count(func, args, kwargs, found)
         return found
+
+    def _attended(self, output: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """Two kernels, for parts of the slots and to join them, which read the slots in use once."""
+        counts = self.counts
+        counts.attention["paged"] = counts.attention.get("paged", 0) + 1
+        counts.kernels += 2
+        counts.bytes += query.nbytes + output.nbytes + CONTEXT * (keys[0].nbytes + values[0].nbytes)
+        return output
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
@@ -111,10 +120,7 @@ class CostCounter(TorchDispatchMode):
 
 
 class OneKernel(TorchFunctionMode):
-    """The library's attention as one kernel; keys and values that were copied for it were counted when they were.
-
-    So is its norm, for which it has a kernel on CUDA.
-    """
+    """The library's norm, for which it has a kernel on CUDA, as one kernel."""
 
     def __init__(self, costs: CostCounter) -> None:
         super().__init__()
@@ -126,17 +132,7 @@ class OneKernel(TorchFunctionMode):
             self.costs.counts.kernels += 1
             self.costs.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
             return torch.empty_like(args[0])
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        query, key, value = args[:3]
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        kind = "no mask" if mask is None or isinstance(mask, CausalBias) else "mask"
-        counts = self.costs.counts
-        counts.attention[kind] = counts.attention.get(kind, 0) + 1
-        counts.kernels += 1
-        read = [query, key, value, query] + ([] if kind == "no mask" else [mask])
-        counts.bytes += sum(_seen_bytes(t) for t in read)
-        return torch.empty_like(query[..., : value.shape[-1]])
+        return func(*args, **kwargs)
 
 
 def _floats(there: dict[Any, torch.Tensor]) -> bool:
@@ -154,11 +150,6 @@ class Noiseless(Sampler):
 
     def noise(self, ahead: int, size: int) -> torch.Tensor:
         return torch.ones(size, device=self.device)
-
-
-def lower_right(queries: int, slots: int) -> CausalBias:
-    """One that was made in time: none can be among fake tensors."""
-    return _BIASES[queries, slots]
 
 
 @contextmanager
@@ -200,7 +191,12 @@ def model_on(device: torch.device, config: Any) -> Any:
 def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
     """A token of a draft, a verification of five candidates, and the second piece of a long prompt."""
     model = model_on(device, shape_of(name).config(False))
-    runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, name))
+    merge_products(model)
+    text = model.config
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    slot = torch.empty(1, text.num_key_value_heads, 1, size, dtype=model.dtype, device=device)
+    slots = dict.fromkeys(range(text.num_hidden_layers), (slot, slot))
+    runner = ModelRunner(model, plans_for(text)[0], slots=slots, graphs=Graphs(device, name), pages=400)
     sequence = TreeSequence(runner)
     sequence.begin([5] * CONTEXT)
     feed_together([ForwardRequest(sequence, prompt=CONTEXT)])
@@ -250,8 +246,8 @@ if __name__ == "__main__":
         sys.stdout.write(json.dumps({"model": chosen, "step": "weights", "bytes": weights(chosen)}) + "\n")
         fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
     _setup_privateuseone_for_python_backend("absent")
-    vars(attention)["causal_lower_right"] = lower_right
-    vars(attention)["masks_lower_right"] = lambda device: True  # as on CUDA
+    vars(paged_attention)["uses_kernel"] = lambda device: True  # as on CUDA
+    vars(merged_products)["_is_plain"] = lambda layer: True  # weights without numbers have another class
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1
     with FakeTensorMode(allow_non_fake_inputs=True):
         for chosen in models:

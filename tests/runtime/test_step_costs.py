@@ -29,7 +29,7 @@ def test_a_drafted_token_reads_little_more_than_the_weights(costs: Any, model: s
     weights, draft = costs[model, "weights"]["bytes"], costs[model, "draft"]
     assert draft["matrix_bytes"] < 1.05 * weights
     assert draft["bytes"] < 1.11 * weights
-    limit = {"llama-3-8b": 27, "qwen2.5-7b": 27, "gemma-2-9b": 49}[model]
+    limit = {"llama-3-8b": 26, "qwen2.5-7b": 26, "gemma-2-9b": 36}[model]
     assert draft["kernels"] < limit * LAYERS[model]
 
 
@@ -40,8 +40,6 @@ def test_a_verification_of_five_costs_little_more_than_a_token(costs: Any, model
     assert verify < (1.3 if model == "gemma-2-9b" else 1.15) * draft
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b"])
-def test_later_pieces_of_a_prompt_have_no_mask_and_repeat_no_keys(costs: Any, model: str) -> None:
-    prompt = costs[model, "prompt"]
-    assert prompt["attention"] == {"no mask": LAYERS[model]}
-    assert costs[model, "draft"]["attention"] == {"mask": LAYERS[model]}
+@pytest.mark.parametrize("model", LAYERS)
+def test_each_layer_attends_once_whatever_is_fed(costs: Any, model: str) -> None:
+    assert [costs[model, step]["attention"] for step in ("draft", "verify", "prompt")] == [{"paged": LAYERS[model]}] * 3
