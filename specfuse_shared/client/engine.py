@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -201,8 +202,8 @@ class RemoteStream(Iterator[Event]):
         try:
             for line in self._lines:
                 if (event := self._read.event(line)) is not None:
-                    if isinstance(event, FinishEvent):
-                        self.close()
+                    if self._read.over:
+                        self._read_rest()
                     return event
         except ResponseRefusedError as error:
             self.close()
@@ -216,6 +217,18 @@ class RemoteStream(Iterator[Event]):
             raise self._read.lost()
         raise StopIteration
 
+    def _read_rest(self) -> None:
+        """Read the response to its end. A timer stops a read that would wait longer."""
+        connection = self._response.extensions["network_stream"].get_extra_info("socket")
+        timer = threading.Timer(END_SECONDS, _shut_down, (connection,))
+        timer.daemon = True
+        timer.start()
+        with suppress(TransportError):
+            for _ in self._lines:
+                pass
+        timer.cancel()
+        self.close()
+
     def close(self) -> None:
         """Stop the answer."""
         self._read.over, self._lines = True, iter(())
@@ -223,6 +236,11 @@ class RemoteStream(Iterator[Event]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # already closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
