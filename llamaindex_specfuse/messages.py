@@ -322,9 +322,9 @@ class AnswerStep:
     thinking_delta: str = ""
     """New reasoning, before the answer begins."""
     counted: Mapping[str, Any] = field(default_factory=dict)
-    """How the answer ended and its tokens, with the last piece."""
+    """How the answer ended and its tokens, with the last step."""
     logprobs: list[list[LogProb]] | None = None
-    """Of the whole answer, with the last piece, where they were asked for."""
+    """Of the whole answer, with the last step, where they were asked for."""
 
     def completion(self) -> CompletionResponse:
         """Its `additional_kwargs` stay empty: LlamaIndex would copy them into a message."""
@@ -347,7 +347,7 @@ class AnswerStep:
 
 
 class AnswerFold:
-    """Folds the events of one answer into pieces, and reports each segment to all listeners.
+    """Folds the events of one answer into steps, and reports each segment to all listeners.
 
     Made in the body of an endpoint, where the call's span is still open; every segment carries its id. For `whole` and
     `may_close` see `AnswerReader`.
@@ -373,8 +373,8 @@ class AnswerFold:
         self._span = active_span_id.get()
         self._tags = dict(active_instrument_tags.get())
 
-    def piece(self, event: Event) -> AnswerStep | None:
-        """The piece that an event adds to the answer, or None."""
+    def step(self, event: Event) -> AnswerStep | None:
+        """The step that an event adds to the answer, or None."""
         self._observe(event)
         part = self._answer.read(event)
         if isinstance(event, ThinkingEvent):
@@ -433,21 +433,21 @@ logger = logging.getLogger(__name__)
 
 
 def fold(answer: AnswerFold, events: Iterator[Event]) -> Generator[AnswerStep, None, None]:
-    with seen(), closing(cast(Generator[Event], events)):
-        yield from filter(None, map(answer.piece, events))
+    with logged_failures(), closing(cast(Generator[Event], events)):
+        yield from filter(None, map(answer.step, events))
 
 
 async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenerator[AnswerStep, None]:
-    with seen():
+    with logged_failures():
         async with aclosing(cast(AsyncGenerator[Event], events)):
             async for event in events:
-                if piece := await fold_async(answer.piece, event):
-                    yield piece
+                if step := await fold_async(answer.step, event):
+                    yield step
 
 
 @contextmanager
-def seen() -> Iterator[None]:
-    """LlamaIndex may continue without a value that did not fit, and hides its own log messages."""
+def logged_failures() -> Iterator[None]:
+    """Log a value that did not fit, because LlamaIndex may continue without it and log nothing."""
     try:
         yield
     except (UnfinishedValueError, ValueTooLongError) as error:
@@ -455,10 +455,10 @@ def seen() -> Iterator[None]:
         raise
 
 
-def last_of(pieces: Iterator[AnswerStep]) -> AnswerStep:
-    return deque(pieces, maxlen=1).pop()
+def last_step(steps: Iterator[AnswerStep]) -> AnswerStep:
+    return deque(steps, maxlen=1).pop()
 
 
-async def alast_of(pieces: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
-    async with aclosing(pieces):
-        return [piece async for piece in pieces][-1]
+async def alast_step(steps: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
+    async with aclosing(steps):
+        return [step async for step in steps][-1]

@@ -23,7 +23,7 @@ from specfuse_shared.api_server.run import stop_signals
 from specfuse_shared.cli import commands, terminal
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
-from specfuse_shared.frameworks.settings import found, hidden
+from specfuse_shared.frameworks.settings import path_name, path_of
 from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.serving import scheduler
 from specfuse_shared.serving.scheduler import EventStream
@@ -201,16 +201,16 @@ def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monke
     ],
 )
 def test_a_path_is_hidden_though_its_drive_is_gone(path: str, name: str) -> None:
-    reported = hidden(path)
+    reported = path_name(path)
     assert reported.startswith(f"local:{name}#")
     assert "secret" not in reported
-    assert found(reported) == path
+    assert path_of(reported) == path
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "ollama:llama3.2:3b", "gpt2", "demo"])
 def test_a_hub_id_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hidden(name) == name
+    assert path_name(name) == name
 
 
 # ── streams ──────────────────────────────────────────────────────────────────────────────────────
