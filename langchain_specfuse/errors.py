@@ -89,7 +89,7 @@ class EngineBusyError(errors.EngineBusyError, exceptions.ModelRateLimitError):
 
 
 class EngineClosedError(errors.EngineClosedError, exceptions.ModelConnectionError):
-    """The engine was closed or broke, or no server answers."""
+    """The engine was closed or failed, or no server answers."""
 
 
 class GenerationError(errors.GenerationError, exceptions.ModelAPIError):

@@ -21,7 +21,7 @@
     ├── GenerationError          a running answer failed; the error has the text so far
     │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
     │   └── UnfinishedValueError  it ended before its value was complete (also a ValueError)
-    └── EngineClosedError        the engine was closed or broke, or no server answers
+    └── EngineClosedError        the engine was closed or failed, or no server answers
 
 All of them can be pickled.
 """
@@ -204,7 +204,7 @@ class EngineBusyError(SpecFuseError):
 
 
 class EngineClosedError(SpecFuseError):
-    """The engine was used after `close()` or a fork, was closed or broke while it answered, or no server answers.
+    """The engine was used after `close()` or a fork, was closed or failed while it answered, or no server answers.
 
     `text` is the answer so far.
     """

@@ -331,7 +331,7 @@ class EnsembleSettings(BaseModel):
     def _resolve_engine(self, name: str | None = None, headers: Mapping[str, str] | None = None) -> Engine:
         """The engine or server that answers. `headers`: sent with this call to a server."""
         if (remote := self._remote(name)) is not None:
-            return remote.sending(headers) if headers else remote
+            return remote.with_headers(headers) if headers else remote
         return self._engine_for(self._ensemble(name))
 
     def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:

@@ -89,7 +89,7 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot answer any more: it was closed, it failed, or it belongs to the parent of a fork."""
+        """Whether it cannot answer any more: it was closed, it failed, or a fork happened since it was made."""
         return self._closed or not self.is_of_this_process or self.failure is not None
 
     @property

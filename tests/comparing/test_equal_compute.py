@@ -84,7 +84,7 @@ def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     assert "the ensemble has " in seconds
     assert "(medians of 2)" in seconds
     assert "chosen by references" in reported(result, "Ceiling")
-    assert any("0.7 is the only temperature" in limit for limit in result.verdict.limits)
+    assert any("one temperature (0.7)" in limit for limit in result.verdict.limits)
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert plain["equal"]["differences"]["compute"]["all"]["rows"] == 30
     assert plain["equal"]["differences"]["compute"]["all"]["high"] < 0
@@ -173,7 +173,7 @@ def test_questions_without_references_are_not_sampled() -> None:
 
 def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
     result = compared(fakes(sizes={"first": 1000}), timed=2)
-    assert reported(result, "Equal compute") == "unknown: how many parameters second has is not known."
+    assert reported(result, "Equal compute") == "unknown: the number of parameters of second is unknown."
     assert "the ensemble has" in reported(result, "Equal seconds")
 
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 TEMPERATURE = 0.7
-"""As in most published votes among samples of one model (self-consistency, arXiv 2203.11171)."""
+"""The temperature of most published self-consistency results (arXiv 2203.11171)."""
 MOST_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Samples 1 to `count` of a member, whose configuration holds nothing else."""
+    """Samples 1 to `count` of a member. `member`: the configuration with this member alone."""
 
     member: EnsembleConfig
     question: Question
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A question at which samples of a member are timed: `count` of them, and 2, 4, 8 … until that takes `seconds`."""
+    """A question with timed samples of a member: `count` of them, and 2, 4, 8 … until they take `seconds`."""
 
     member: EnsembleConfig
     question: Question
@@ -49,7 +49,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How members are sampled: at which `temperature`, and at `most` how often. Raises `ConfigError`."""
+    """The `temperature` of samples, and their maximum number (`most`). Raises `ConfigError`."""
 
     temperature: float = TEMPERATURE
     most: int = MOST_SAMPLES
