@@ -99,15 +99,15 @@ class Service:
         try:
             parsed, call = await self._read(request, called)
             answers = [ChoiceReader(i, call, parsed.extension) for i in range(len(call.choices))]
-            request.state.told = {"model": call.model.id}
+            request.state.logged = {"model": call.model.id}
             pieces, form = run_choices(call, answers, request.state.client), write(parsed, call)
             if not parsed.stream:
                 folded = await unless_gone(request, fold(pieces, answers))
-                request.state.told |= usage_of(answers)
+                request.state.logged |= usage_of(answers)
                 return JSONResponse(form.whole(answers, folded))
             # the first piece comes once the request is accepted, so that an error still sets the status code
             first = await unless_gone(request, anext(pieces))
-            return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.told).lines(first))
+            return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.logged).lines(first))
         except ClientDisconnect:
             return Response(status_code=GONE)
 

@@ -196,9 +196,9 @@ def _json_rows(text: str) -> Rows:
         try:
             row = parsed_json(line)
         except ValueError as error:
-            yield f"line {n}", f"it is no JSON ({error})"
+            yield f"line {n}", f"it is not JSON ({error})"
             continue
-        yield f"line {n}", row if isinstance(row, Mapping) else "it is no JSON object"
+        yield f"line {n}", row if isinstance(row, Mapping) else "it is not a JSON object"
 
 
 def _table(text: str, delimiter: str | None = None) -> Rows:

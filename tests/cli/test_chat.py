@@ -72,7 +72,7 @@ def test_input_without_text_is_no_turn_and_ends_nothing(
     assert capsys.readouterr().out == "Plain words spoken here.\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
     assert main(["chat", *speaker]) == 0
-    assert "no UTF-8 text" in capsys.readouterr().err
+    assert "not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_failure_to_save_is_reported(

@@ -147,7 +147,7 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
     old = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
     run.write_text("".join(json.dumps({k: v for k, v in each.items() if k != "work"}) + "\n" for each in old))
     result = compared(fakes(), run=run)
-    assert "before their work was counted" in reported(result, "Equal compute")
+    assert "without counting compute" in reported(result, "Equal compute")
 
 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────

@@ -68,7 +68,7 @@ def test_where_nothing_is_better_nothing_is_changed() -> None:
     result = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
     assert result.change == ""
     assert not result.gained
-    assert "nothing is better than the settings as they are" in result.point.text
+    assert "settings is better than the current ones" in result.point.text
     assert result.config == EnsembleConfig(["one", "two"])
 
 
