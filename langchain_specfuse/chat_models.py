@@ -533,7 +533,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     """The default ensemble, instead of `members`: "demo" or one of `ensembles`. With `base_url`, one of the server's
     models. Otherwise, one model or a list of them, as in `members`."""
     streaming: bool | None = None
-    """True: callbacks receive the chunks of `invoke`, too. False: `stream` yields one chunk."""
+    """False: `stream` yields one chunk, and callbacks get no chunks of `invoke`. True or None: both are streamed."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         with as_langchain():

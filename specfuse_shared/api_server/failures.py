@@ -53,7 +53,7 @@ class HttpError(SpecFuseError):
 
 
 def status_of(error: SpecFuseError) -> int:
-    return error.status if isinstance(error, HttpError) else _found(error)[1]
+    return error.status if isinstance(error, HttpError) else _failure_of(error)[1]
 
 
 def error_body(error: SpecFuseError) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def error_body(error: SpecFuseError) -> dict[str, Any]:
     if isinstance(error, HttpError):
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
         return {"error": {**body, "type": kind, "code": error.code}}
-    _, _, kind, code = _found(error)
+    _, _, kind, code = _failure_of(error)
     param = "model" if isinstance(error, UnknownModelError) else body["param"]
     return {"error": {**body, "param": param, "type": kind, "code": code}}
 
@@ -89,7 +89,7 @@ def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
     return {"x-should-retry": "false"} if isinstance(error, RequestTimeoutError) else {}
 
 
-def _found(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | None]:
+def _failure_of(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | None]:
     return next(failure for failure in _FAILURES if isinstance(error, failure[0]))
 
 

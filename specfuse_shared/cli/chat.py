@@ -92,22 +92,22 @@ class ChatSession:
             "/exit": (self._leave, f"leave; {LEAVE}, too"),
         }
 
-    def run(self, asks: bool) -> None:
-        """Run until the input ends. `asks`: the input is a terminal."""
-        if asks:
+    def run(self, interactive: bool) -> None:
+        """Run until the input ends. `interactive`: the input is a terminal."""
+        if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401 gives input() editing and a history
             self._notes.print(WELCOME, style="dim")
-        while (line := self._line(asks)) is not None:
+        while (line := self._line(interactive)) is not None:
             with suppress(_Left):
                 self._take(line.strip())
                 continue
             return
 
-    def _line(self, asks: bool) -> str | None:
+    def _line(self, interactive: bool) -> str | None:
         """The next line; an empty one for Ctrl-C, None at the end."""
         try:
-            return input(PROMPT if asks else "")
+            return input(PROMPT if interactive else "")
         except KeyboardInterrupt:
             self._notes.print()
             return ""
@@ -115,7 +115,7 @@ class ChatSession:
             self._say("that line is not UTF-8 text: type or paste it again")
             return ""
         except EOFError:
-            if asks:
+            if interactive:
                 self._notes.print()
             return None
 
@@ -135,7 +135,7 @@ class ChatSession:
         try:
             messages = [*self.messages, Message("user", question)]
             with closing(self._engine.stream(messages, self._params)) as events:  # type: ignore[type-var]
-                self._last = terminal.show_answer(_heard(events, pieces), self._out, self._notes)
+                self._last = terminal.show_answer(_collected(events, pieces), self._out, self._notes)
         except KeyboardInterrupt:
             self._say("stopped")
         except SpecFuseError as error:
@@ -210,7 +210,7 @@ class _Left(Exception):
     """The user left the chat."""
 
 
-def _heard(events: Iterable[Event], pieces: list[str]) -> Iterator[Event]:
+def _collected(events: Iterable[Event], pieces: list[str]) -> Iterator[Event]:
     """The events. Collects their text in `pieces`."""
     for event in events:
         if isinstance(event, SegmentEvent):

@@ -85,7 +85,7 @@ EqualComputeOption = Annotated[
     bool,
     typer.Option(
         "--equal-compute",
-        help="Also ask the best member several times: as often as the ensemble's compute, and its seconds, pay for.",
+        help="Also ask the best member several times: as often as the ensemble's compute, and its time, allow.",
     ),
 ]
 SampleTemperature = Annotated[
@@ -102,7 +102,7 @@ MostSamples = Annotated[
 ]
 SuggestOption = Annotated[
     bool,
-    typer.Option("--suggest", help="Ask the members alone, and say which two or three of them to put together."),
+    typer.Option("--suggest", help="Ask the members alone, and suggest pairs and trios."),
 ]
 Judge = Annotated[
     str | None, typer.Option("--judge", metavar="WHO", help='"members": the members rate each other\'s answers.')

@@ -78,25 +78,25 @@ class Columns:
                 members = None if column.member is None else [column.member]
                 streams.append(engine.stream(messages, params, members=members))
             if not out.is_terminal:
-                for _ in self._heard(streams):
+                for _ in self._next_events(streams):
                     pass
                 return
             with Live(self._grid(out), console=out, transient=True, auto_refresh=False) as live:
-                for _ in self._heard(streams):
+                for _ in self._next_events(streams):
                     live.update(self._grid(out), refresh=True)
         finally:
             for stream in streams:
                 stream.close()  # type: ignore[attr-defined]
 
-    def _heard(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
+    def _next_events(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
         """Read all streams until they have ended, and yield after each event."""
-        came = SimpleQueue[StreamItem]()
+        items = SimpleQueue[StreamItem]()
         for number, stream in enumerate(streams):
-            threading.Thread(target=_pass_on, args=(number, stream, came.put), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(number, stream, items.put), daemon=True).start()
         open_streams = len(streams)
         while open_streams:
             try:
-                number, event = came.get(timeout=_SECONDS_OF_A_WAIT)
+                number, event = items.get(timeout=_SECONDS_OF_A_WAIT)
             except Empty:
                 continue
             column = self._columns[number]

@@ -18,7 +18,7 @@ from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, EvalRun, MakeE
 from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
-from specfuse_shared.comparing.verdict import Point, Verdict, judged
+from specfuse_shared.comparing.verdict import Point, Verdict, verdict_on
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.loading.ensembles import Models, config_of
@@ -77,7 +77,7 @@ class Comparison:
     @cached_property
     def verdict(self) -> Verdict:
         """The conclusions with their intervals, and the limits of the rows."""
-        return judged(self)
+        return verdict_on(self)
 
     def _suggested(self, column: Column) -> dict[str, Any] | None:
         """Statistics of the members' answers alone; None for a single member."""

@@ -295,7 +295,7 @@ def _confirmed(
     rival = max(members, key=lambda m: statistics.mean(ours[m.name].values() or [0.0])).name
     return Tuned(
         config=best,
-        change=_told(config, best),
+        change=_change_text(config, best),
         tried=tried,
         chosen=_gap(ours, "after", "before"),
         gain=_gap(theirs, "after", "before"),
@@ -309,7 +309,7 @@ def _gap(points: Mapping[str, Mapping[str, float]], ours: str, theirs: str) -> I
     return difference([points[ours][row] for row in rows], [points[theirs][row] for row in rows])
 
 
-def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
+def _change_text(before: EnsembleConfig, after: EnsembleConfig) -> str:
     """The change in words; empty if there is none."""
     parts = []
     if before.first_weights != after.first_weights:

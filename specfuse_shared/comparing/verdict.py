@@ -52,7 +52,7 @@ class Verdict:
         return "\n".join([self.headline, *points, *(f"Limit: {limit}" for limit in self.limits)])
 
 
-def judged(comparison: Comparison) -> Verdict:
+def verdict_on(comparison: Comparison) -> Verdict:
     """The verdict on a comparison."""
     columns = comparison.columns
     whole = columns.get(ALL)
@@ -108,13 +108,13 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     equal = comparison.equal
     if equal is None:
         return
-    for what, of in (("compute", _compute_details), ("seconds", _seconds_beside)):
+    for what, of in (("compute", _compute_details), ("seconds", _seconds_details)):
         title = f"Equal {what}"
         if whole is None or what in equal.untold:
             yield Point(title, f"unknown: {equal.untold[what]}.")
             continue
         name = equal.columns[what]
-        parts = [_told(whole, name), *of(comparison, equal, name), *_told_by_group(comparison, name)]
+        parts = [_outcome_against(whole, name), *of(comparison, equal, name), *_differences_by_group(comparison, name)]
         yield Point(title, "; ".join(parts) + ".")
     if whole is not None and (ceiling := equal.columns.get("ceiling")) is not None:
         gap = whole.between(ceiling, ENSEMBLE)
@@ -122,7 +122,7 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         yield Point("Ceiling", f"{sentence}: without references, no choice of a sample reaches this.")
 
 
-def _told(column: Column, name: str) -> str:
+def _outcome_against(column: Column, name: str) -> str:
     gap = column.between(ENSEMBLE, name)
     if len(column.rows) < FEWEST_ROWS:
         outcome = "too few questions to say"
@@ -131,7 +131,7 @@ def _told(column: Column, name: str) -> str:
     return f"{outcome}: the ensemble has {gap} points more than {name.rpartition(' (')[0]}"
 
 
-def _told_by_group(comparison: Comparison, name: str) -> Iterator[str]:
+def _differences_by_group(comparison: Comparison, name: str) -> Iterator[str]:
     """The groups with enough rows, if there are several."""
     mains = mains_of(comparison.columns)
     for column in mains.values() if len(mains) > 1 else ():
@@ -145,11 +145,11 @@ def _compute_details(comparison: Comparison, equal: EqualCompute, name: str) -> 
     each = set(samples.values())
     paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in samples.items())
     capped = f" (at most {equal.most} are asked)" if any(paid > equal.most for paid in equal.paid.values()) else ""
-    yield f"samples that its compute pays for: {paid}{capped}"
+    yield f"samples that its compute allows: {paid}{capped}"
     yield f"an answer takes {flop_text(comparison.costs[name].flop)} to {flop_text(comparison.costs[ENSEMBLE].flop)}"
 
 
-def _seconds_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
+def _seconds_details(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
     """The seconds of both, if timed."""
     ours, theirs = comparison.costs[ENSEMBLE], comparison.costs[name]
     if ours.seconds and theirs.seconds:
@@ -164,8 +164,8 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         yield from _by_group(comparison)
         if len(whole.rows) >= FEWEST_ROWS:
             yield _best_alone(comparison, whole)
-            yield from _drop(comparison, whole)
-        yield from _apart(comparison, whole)
+            yield from _members_to_drop(comparison, whole)
+        yield from _member_gaps(comparison, whole)
     if comparison.agreement:
         mean = sum(comparison.agreement.values()) / len(comparison.agreement)
         same = sum(value == 100.0 for value in comparison.agreement.values())
@@ -202,7 +202,7 @@ def _best_alone(comparison: Comparison, whole: Column) -> Point:
     return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {rest[0]} {gap}.")
 
 
-def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
+def _members_to_drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
     """Members that the ensemble is better without, members that it needs, and members without a clear effect."""
     gaps = {m: whole.between(smaller, ENSEMBLE) for m in comparison.members if (smaller := comparison.without(m))}
     if not gaps:
@@ -217,7 +217,7 @@ def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
     yield Point("Which to drop", "; ".join(parts) + ".")
 
 
-def _apart(comparison: Comparison, whole: Column) -> Iterator[Point]:
+def _member_gaps(comparison: Comparison, whole: Column) -> Iterator[Point]:
     """Whether members are close enough in quality for a gain."""
     gaps = {name: whole.between(whole.best, name) for name in comparison.members if name != whole.best}
     distant = {name: gap for name, gap in gaps.items() if gap.mean > NEAR}

@@ -72,7 +72,7 @@ def test_a_single_sample_is_the_greedy_answer() -> None:
         q: a.text for q, a in result.answers["first"].items()
     }
     assert "ceiling" not in result.equal.columns
-    assert "pays for: 3.0 (at most 1 are asked)" in reported(result, "Equal compute")
+    assert "allows: 3.0 (at most 1 are asked)" in reported(result, "Equal compute")
 
 
 def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
@@ -80,7 +80,7 @@ def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     assert "points more than the best member, first, asked once, on 30 questions" in result.verdict.headline
     compute, seconds = reported(result, "Equal compute"), reported(result, "Equal seconds")
     assert compute.startswith("worse: the ensemble has -"), compute
-    assert "points more than first, 3 samples; samples that its compute pays for: 3.0;" in compute
+    assert "points more than first, 3 samples; samples that its compute allows: 3.0;" in compute
     assert "the ensemble has " in seconds
     assert "(medians of 2)" in seconds
     assert "chosen by references" in reported(result, "Ceiling")
@@ -233,7 +233,7 @@ def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enou
 def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="samples need a temperature above 0"):
         Sampling(temperature=0)
-    with pytest.raises(ConfigError, match="1 sample or more"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         Sampling(most=0)
     made = fakes()
     with pytest.raises(ConfigError, match="equal_compute must be True, False or a Sampling, not 4"):

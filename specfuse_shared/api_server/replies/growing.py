@@ -23,32 +23,32 @@ class GrowingAnswer:
     def __init__(self, title: str) -> None:
         self._title = title
         self._began = time.monotonic()
-        self._drawn = -math.inf
+        self._last_report = -math.inf
         self._record: AnswerRecord | None = None
-        self._over = self._told = False
+        self._ended = self._end_reported = False
 
     def observe(self, event: Event) -> None:
         """Update the record with an event."""
         if isinstance(event, StartEvent):
             self._record = self._started(event)
         elif isinstance(event, FinishEvent):
-            self._record, self._over = event.result, True
+            self._record, self._ended = event.result, True
         elif self._record is not None:
             self._record = self._grown(self._record, event)
 
     @property
     def is_due(self) -> bool:
         """Whether a new report is due: `PAUSE` seconds after the last one, and once at the end of the answer."""
-        if self._record is None or self._told:
+        if self._record is None or self._end_reported:
             return False
-        return self._over or time.monotonic() - self._drawn >= PAUSE
+        return self._ended or time.monotonic() - self._last_report >= PAUSE
 
     def report(self) -> dict[str, str]:
         """The report of the answer so far, as an HTML element; at the end, also as a file."""
         assert self._record is not None, "the answer has not begun"
-        self._drawn, self._told = time.monotonic(), self._over
-        payload = {"report": fragment(self._record, running=not self._over)}
-        return {**payload, "document": document(self._record, self._title)} if self._over else payload
+        self._last_report, self._end_reported = time.monotonic(), self._ended
+        payload = {"report": fragment(self._record, running=not self._ended)}
+        return {**payload, "document": document(self._record, self._title)} if self._ended else payload
 
     def _started(self, event: StartEvent) -> AnswerRecord:
         return AnswerRecord(

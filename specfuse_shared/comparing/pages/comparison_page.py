@@ -50,7 +50,7 @@ class DifferenceBar:
     """A difference in the picture; places are per cent of its width."""
 
     name: str
-    told: str
+    text: str
     start: float
     size: float
     middle: float

@@ -138,7 +138,7 @@ class EvalRun:
 
     def ask_all(self) -> None:
         """Ask all missing answers. Raises `EngineClosedError` if an engine fails; earlier answers are kept."""
-        self._tell("answers that are there")
+        self._report("answers that are there")
         for asker in self.askers:
             if asker.is_member and any(self._is_open(asker, question) for question in self._timed):
                 with self._loaded(asker.config) as engine:
@@ -177,7 +177,7 @@ class EvalRun:
                 engine.generate("Hello", SamplingParams(max_tokens=1))
         for question in todo:
             self._keep(asker, question, partial(self._generate, engine, asker, question), alone=True)
-            self._tell(f"{asker.name}, one at a time")
+            self._report(f"{asker.name}, one at a time")
 
     # ── many at once ─────────────────────────────────────────────────────────────────────────────
 
@@ -192,12 +192,12 @@ class EvalRun:
                 yield whole.config.only([n for n in whole.config.names if n in names]), served
 
     def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
-        self._tell("many at a time")
+        self._report("many at a time")
         for (asker, question), done in asked_together(
             engine, self._open(askers), lambda pair: self._generate(engine, *pair)
         ):
             self._keep(asker, question, done.result)
-            self._tell("many at a time")
+            self._report("many at a time")
 
     def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
         """The unanswered pairs, ordered by question, so that answers share its prompt."""
@@ -230,7 +230,7 @@ class EvalRun:
     @contextmanager
     def _loaded(self, config: EnsembleConfig) -> Iterator[EnsembleEngine]:
         """An engine. The sizes of its members are stored, so that a run that only reads answers knows them."""
-        self._tell(f"loading {', '.join(config.names)}")
+        self._report(f"loading {', '.join(config.names)}")
         with (self._make_engine or new_engine)(config) as engine:
             for report in engine.load().describe():
                 key = key_of(config.only([report.name]), "member")
@@ -251,5 +251,5 @@ class EvalRun:
         place = asker.name, question.id
         return self._keys[place] not in self.run and place not in self.failures
 
-    def _tell(self, stage: str) -> None:
+    def _report(self, stage: str) -> None:
         self._on_progress(Progress(stage, self._done, len(self._wanted)))

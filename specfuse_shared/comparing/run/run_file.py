@@ -142,13 +142,13 @@ class RunFile:
         # any thread may close it
         self._claim = None if path is None else FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
         self._lock = threading.Lock()
-        self._found: dict[str, dict[str, Any]] = {}
+        self._records: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Self:
         if self.path is not None:
             try:
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o644)
-                self._keep_others_out()
+                self._lock_file()
             except OSError as error:
                 self.close()
                 hint = "name a file in a folder that exists and that you may write to"
@@ -173,21 +173,21 @@ class RunFile:
             self._claim.release()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._records
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._records)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        return self._found.get(key)
+        return self._records.get(key)
 
     def by_question(self) -> dict[str, Answer]:
         """Question id → the last answer to it, from any system: for a file with the answers of one."""
-        answers = (record for record in self._found.values() if "question" in record)
+        answers = (record for record in self._records.values() if "question" in record)
         return {str(record["question"]): Answer.from_dict(record) for record in answers}
 
     def answer(self, key: str) -> Answer | None:
-        stored = self._found.get(key)
+        stored = self._records.get(key)
         return None if stored is None else Answer.from_dict(stored)
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
@@ -196,12 +196,12 @@ class RunFile:
         with self._lock:
             if self._file is not None:
                 self._write(self._file, line)
-            self._found[key] = dict(record)
+            self._records[key] = dict(record)
 
     def add_answer(self, key: str, answer: Answer, asker: str, question: str) -> None:
         self.add(key, {"asker": asker, "question": question, **asdict(answer)})
 
-    def _keep_others_out(self) -> None:
+    def _lock_file(self) -> None:
         assert self._claim is not None
         try:
             self._claim.acquire()
@@ -232,7 +232,7 @@ class RunFile:
                 key = record.pop("key")
             except (ValueError, KeyError, AttributeError):  # a full disk may leave such a line
                 continue
-            self._found[key] = record
+            self._records[key] = record
 
     def _write(self, file: int, line: bytes) -> None:
         try:
