@@ -352,7 +352,7 @@ def _table(comparison: Comparison) -> Table:
     table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     if comparison.equal is not None:
-        table.add_row("forwards", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
+        table.add_row("forward passes", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
         table.add_row("compute", *(flop_text(each.flop) for each in costs))
     return table
 

@@ -248,16 +248,24 @@ Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a s
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="A string that ends the answer; can be repeated.")
 ]
-Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=f"Settings: {' | '.join(PRESETS)}")]
 SegmentTokens = Annotated[
     int | None, typer.Option("--segment-tokens", metavar="L", help="The most tokens that a member drafts in a round.")
 ]
-Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
-Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
-Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
-Quantization = Annotated[str | None, typer.Option("--quantization", metavar="NAME", help=" | ".join(QUANTIZATIONS))]
-BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=" | ".join(BACKENDS))]
+Score = Annotated[
+    str | None, typer.Option("--score", metavar="NAME", help=f"Score of a candidate: {' | '.join(SCORES)}")
+]
+Feedback = Annotated[
+    str | None, typer.Option("--feedback", metavar="NAME", help=f"How weights learn: {' | '.join(FEEDBACKS)}")
+]
+Exit = Annotated[
+    str | None, typer.Option("--exit", metavar="NAME", help=f"When members leave an answer: {' | '.join(EXITS)}")
+]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Number format: {' | '.join(DTYPES)}")]
+Quantization = Annotated[
+    str | None, typer.Option("--quantization", metavar="NAME", help=f"Quantised weights: {' | '.join(QUANTIZATIONS)}")
+]
+BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"Runtime: {' | '.join(BACKENDS)}")]
 Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
 Devices = Annotated[
     str | None,
@@ -268,7 +276,9 @@ Devices = Annotated[
 Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Number of concurrent answers to plan for.")]
 Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context per answer, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="After the answer, show every round and where members differ.")
+]
 Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML report of the answer.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
 LibrariesVerbose = Annotated[bool, typer.Option("--verbose", help="Show messages of the libraries on stderr.")]

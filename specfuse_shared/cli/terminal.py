@@ -340,7 +340,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "advice": report.advice or UNKNOWN,
         "probe error": f"{report.probe_error:.1e}",
         "graphs": report.graphs,
-        "forwards": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,
+        "forward passes": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,
         "stop tokens": ", ".join(map(str, report.stop_token_ids)),
         "load": duration(report.load_seconds),
     }

@@ -262,7 +262,7 @@ def _work(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
     if ours.weight_bytes and theirs.weight_bytes:
         yield f"weights {ours.weight_bytes / 2**20:,.0f} MiB to {theirs.weight_bytes / 2**20:,.0f}"
     if ours.forwards_per_token and theirs.forwards_per_token:
-        yield f"{ours.forwards_per_token:.2f} forward passes a token to {theirs.forwards_per_token:.2f}"
+        yield f"{ours.forwards_per_token:.2f} forward passes per token to {theirs.forwards_per_token:.2f}"
 
 
 def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:

@@ -115,8 +115,8 @@ def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
     assert "Equal seconds: " in text
     assert "2 samples together" in err
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
-    ours, theirs = rows["forwards"][2], rows["forwards"][3]
-    assert int(theirs) > int(rows["forwards"][0]) > 0
+    ours, theirs = rows["forward"][3], rows["forward"][4]
+    assert int(theirs) > int(rows["forward"][1]) > 0
     assert int(ours) > 0
     assert rows["compute"][1::2] == ["MFLOP"] * (len(rows["compute"]) // 2)
     html = (folder / "report.html").read_text("utf-8")
