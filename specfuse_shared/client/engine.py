@@ -229,11 +229,13 @@ class RemoteStream(Iterator[Event]):
         timer = threading.Timer(END_SECONDS, _shut_down, (connection,))
         timer.daemon = True
         timer.start()
-        with suppress(TransportError):
-            for _ in self._lines:
-                pass
-        timer.cancel()
-        self.close()
+        try:
+            with suppress(TransportError):
+                for _ in self._lines:
+                    pass
+        finally:
+            timer.cancel()
+            self.close()
 
     def close(self) -> None:
         """Stop the answer."""
