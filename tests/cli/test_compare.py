@@ -155,8 +155,8 @@ def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.Capture
     assert main([*command, "--judge", "members", "--tune", "tuned.toml#best"]) == 0
     out, err = capsys.readouterr()
     assert "Rated by members: " in out
-    assert "fewer have first, second" in " ".join(out.split())
-    assert "Tuned: nothing is better than the settings as they are" in out
+    assert "smaller: first, second" in " ".join(out.split())
+    assert "settings is better than the current ones" in out
     assert "members rate answers" in err
     assert not (folder / "tuned.toml").exists(), "nothing is gained, so nothing is written"
 
