@@ -225,8 +225,7 @@ class RemoteStream(Iterator[Event]):
 
     def _read_rest(self) -> None:
         """Read the response to its end, for at most `END_SECONDS`."""
-        connection = self._response.extensions["network_stream"].get_extra_info("socket")
-        timer = threading.Timer(END_SECONDS, _shut_down, (connection,))
+        timer = threading.Timer(END_SECONDS, _shut_down, (self._response,))
         timer.daemon = True
         timer.start()
         try:
@@ -246,9 +245,10 @@ class RemoteStream(Iterator[Event]):
         self.close()
 
 
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):  # already closed
-        connection.shutdown(socket.SHUT_RDWR)
+def _shut_down(response: Response) -> None:
+    """Shut the connection down, which ends a read in another thread."""
+    with suppress(OSError, KeyError):  # closed already, or a transport without connections
+        response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
