@@ -22,12 +22,12 @@ class Page:
 
 
 def pages(folder: Path = HERE / "documents") -> list[Page]:
-    """All documents, in the order of their names, each paragraph on one line."""
+    """All documents, sorted by name, with each paragraph on one line."""
     return [Page(path.name, _unwrap(path.read_text("utf-8"))) for path in sorted(folder.glob("*.md"))]
 
 
 def _unwrap(markdown: str) -> str:
-    """Headings, tables and list items keep their lines."""
+    """Join the lines of a paragraph. Headings, tables and list items keep theirs."""
     return re.sub(r"(?m)(?<=[^\n|])\n(?=[^\n#|-])", " ", markdown)
 
 
@@ -38,7 +38,7 @@ def fingerprint(documents: list[Page], *settings: object) -> str:
 
 
 def quiet() -> None:
-    """No progress bars and no advice from the libraries."""
+    """Disable the libraries' progress bars and advice."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,7 +1,7 @@
-"""A LangGraph agent with two real tools: the ensemble fills in the calls, Python computes, tokens stream.
+"""A LangGraph agent with two tools: the ensemble writes the calls, Python computes, and the text streams.
 
 The graph decides when a tool is called. `create_agent(llm, tools)` from `langchain.agents` leaves this to the ensemble,
-whose members must be good enough not to repeat a call.
+but small members may repeat a call.
 """
 
 from __future__ import annotations

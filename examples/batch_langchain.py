@@ -1,4 +1,4 @@
-"""Many questions at once: each answer arrives with its index when it is finished."""
+"""Many questions at once: each answer arrives with its index as soon as it is finished."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def answer(question: str, folder: Path, console: Console) -> None:
     with EnsembleEngine(EnsembleConfig(demo_members(), exit="never")) as engine:
         engine.load()
         display = Display(console, engine.config.names)
-        display.heading("Segments, and the probability that each member gives them (none where all agreed at once)")
+        display.heading("Segments, with each member's score (none if all drafts were equal)")
         for part in build_chain(store, ChatSpecFuse(engine=engine, max_tokens=MAX_TOKENS)).stream(question):
             display.show(part)
         display.finish()

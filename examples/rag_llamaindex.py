@@ -81,7 +81,7 @@ def split(documents: list[_corpus.Page]) -> list[BaseNode]:
 
 
 def open_index(folder: Path, client: QdrantClient, embedding: MiniLM) -> VectorStoreIndex:
-    """The index over the vectors on disk; a new store is filled first."""
+    """The index over the vectors on disk. A new store is filled first."""
     store = QdrantVectorStore(COLLECTION, client=client, index_doc_id=False)  # a store on disk has no such indexes
     if client.collection_exists(COLLECTION):
         return VectorStoreIndex.from_vector_store(store, embed_model=embedding)

@@ -2,7 +2,7 @@
 
 This module translates between LangChain and the engine. It computes nothing itself. Parts, in this order:
 
-- Batches run one thread per input, as many as the engine answers concurrently. Ctrl-C cancels them.
+- Batches use as many threads as the engine answers concurrently. Ctrl-C cancels them.
 - Custom events report verified segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
 - A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
 - Structured output binds a schema to the model, and parses the values.
@@ -55,7 +55,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from langchain_specfuse.errors import UnknownModelError, as_langchain
-from langchain_specfuse.interrupts import belonging, interruptible
+from langchain_specfuse.interrupts import in_batch, interruptible
 from langchain_specfuse.messages import (
     PROVIDER,
     ChunkBuilder,
@@ -97,7 +97,7 @@ Configs = RunnableConfig | Sequence[RunnableConfig] | None
 
 
 class EngineBatches(BaseChatModel):
-    """A chat model whose batches run as many inputs at once as the engine does; `max_concurrency` may allow fewer."""
+    """A chat model whose batches run up to the engine's `max_concurrent`, or `max_concurrency` if that is lower."""
 
     def batch(
         self,
@@ -108,7 +108,7 @@ class EngineBatches(BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """Answers to all inputs."""
-        each = self._side_by_side(config, len(inputs), kwargs)
+        each = self._concurrent_configs(config, len(inputs), kwargs)
         whole = super().batch
         flag: Any = return_exceptions
         [answers] = interruptible(lambda: iter([whole(inputs, each, return_exceptions=flag, **kwargs)]))
@@ -123,7 +123,7 @@ class EngineBatches(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[tuple[int, Any]]:
         """Index and answer of each input, in the order in which they are finished."""
-        each = self._side_by_side(config, len(inputs), kwargs)
+        each = self._concurrent_configs(config, len(inputs), kwargs)
         flag: Any = return_exceptions
         completed: Callable[..., Iterator[tuple[int, Any]]] = super().batch_as_completed
         return interruptible(lambda: completed(inputs, each, return_exceptions=flag, **kwargs))
@@ -137,7 +137,7 @@ class EngineBatches(BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """Answers to all inputs."""
-        each = self._side_by_side(config, len(inputs), kwargs)
+        each = self._concurrent_configs(config, len(inputs), kwargs)
         return await super().abatch(inputs, each, return_exceptions=return_exceptions, **kwargs)
 
     def abatch_as_completed(
@@ -149,19 +149,19 @@ class EngineBatches(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[tuple[int, Any]]:
         """Index and answer of each input, in the order in which they are finished."""
-        each = self._side_by_side(config, len(inputs), kwargs)
+        each = self._concurrent_configs(config, len(inputs), kwargs)
         flag: Any = return_exceptions
         answers: AsyncIterator[tuple[int, Any]]
         answers = super().abatch_as_completed(inputs, each, return_exceptions=flag, **kwargs)
         return answers
 
-    def _side_by_side(self, config: Configs, count: int, options: Mapping[str, Any]) -> list[RunnableConfig]:
-        limit = self._most_at_once(options)
+    def _concurrent_configs(self, config: Configs, count: int, options: Mapping[str, Any]) -> list[RunnableConfig]:
+        limit = self._max_concurrent(options)
         each = get_config_list(config, count)
         return [{**one, "max_concurrency": min(limit, one.get("max_concurrency") or limit)} for one in each]
 
-    def _most_at_once(self, options: Mapping[str, Any]) -> int:
-        """How many answers the engine of a call runs at once."""
+    def _max_concurrent(self, options: Mapping[str, Any]) -> int:
+        """The engine's `max_concurrent`, for the model that a call names."""
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ Listeners = TypeVar("Listeners", CallbackManagerForLLMRun, AsyncCallbackManagerF
 
 
 class _SegmentEvents(BaseCallbackHandler):
-    """Reports segments to the other handlers of a run."""
+    """A handler that dispatches each segment as a custom event to the other handlers of a run."""
 
     run_inline = True
 
@@ -199,7 +199,7 @@ class _AsyncSegmentEvents(AsyncCallbackHandler):
             await self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
 
 
-_OWN = (_SegmentEvents, _AsyncSegmentEvents)
+_SEGMENT_HANDLERS = (_SegmentEvents, _AsyncSegmentEvents)
 
 
 class SegmentEvents(BaseChatModel):
@@ -215,7 +215,7 @@ class SegmentEvents(BaseChatModel):
         callbacks: Callbacks = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return super().generate(messages, stop, self._listening(callbacks, kwargs), **plain_options(kwargs))
+        return super().generate(messages, stop, self._add_segment_handler(callbacks, kwargs), **plain_options(kwargs))
 
     async def agenerate(
         self,
@@ -224,7 +224,7 @@ class SegmentEvents(BaseChatModel):
         callbacks: Callbacks = None,
         **kwargs: Any,
     ) -> LLMResult:
-        listening = self._alistening(callbacks, kwargs)
+        listening = self._aadd_segment_handler(callbacks, kwargs)
         return await super().agenerate(messages, stop, listening, **plain_options(kwargs))
 
     def stream(
@@ -235,7 +235,7 @@ class SegmentEvents(BaseChatModel):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> Iterator[AIMessageChunk]:
-        return super().stream(input, self._told(config), stop=stop, **kwargs)
+        return super().stream(input, self._with_segment_events(config), stop=stop, **kwargs)
 
     def astream(
         self,
@@ -245,21 +245,21 @@ class SegmentEvents(BaseChatModel):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[AIMessageChunk]:
-        return super().astream(input, self._atold(config), stop=stop, **kwargs)
+        return super().astream(input, self._awith_segment_events(config), stop=stop, **kwargs)
 
     def stream_events(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
     ) -> Any:
-        config = self._told(config) if version == "v3" else config  # v1 and v2 call `stream`
+        config = self._with_segment_events(config) if version == "v3" else config  # v1 and v2 call `stream`
         return super().stream_events(input, config, version=version, **kwargs)
 
     def astream_events(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
     ) -> Any:
-        config = self._atold(config) if version == "v3" else config
+        config = self._awith_segment_events(config) if version == "v3" else config
         return super().astream_events(input, config, version=version, **kwargs)
 
-    def _heard(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
+    def _chunk_callbacks(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
         """The callbacks that get the chunks of `invoke`. If streaming is disabled, only those of `segment_events` do.
 
         Other callbacks, such as LangGraph's, would show the chunks as a stream.
@@ -269,44 +269,46 @@ class SegmentEvents(BaseChatModel):
         off = self.disable_streaming is True or by_tools or unasked or getattr(self, "streaming", None) is False
         if run is None or not off:
             return run
-        segment_handlers: list[BaseCallbackHandler] = [handler for handler in run.handlers if isinstance(handler, _OWN)]
+        segment_handlers: list[BaseCallbackHandler] = [
+            handler for handler in run.handlers if isinstance(handler, _SEGMENT_HANDLERS)
+        ]
         return type(run)(
             run_id=run.run_id, handlers=segment_handlers, inheritable_handlers=[], parent_run_id=run.parent_run_id
         )
 
-    def _told(self, config: RunnableConfig | None) -> RunnableConfig:
+    def _with_segment_events(self, config: RunnableConfig | None) -> RunnableConfig:
         config = ensure_config(config)
-        return {**config, "callbacks": self._listening(config.get("callbacks"), config)}
+        return {**config, "callbacks": self._add_segment_handler(config.get("callbacks"), config)}
 
-    def _atold(self, config: RunnableConfig | None) -> RunnableConfig:
+    def _awith_segment_events(self, config: RunnableConfig | None) -> RunnableConfig:
         config = ensure_config(config)
-        return {**config, "callbacks": self._alistening(config.get("callbacks"), config)}
+        return {**config, "callbacks": self._aadd_segment_handler(config.get("callbacks"), config)}
 
-    def _listening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+    def _add_segment_handler(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
         """The callbacks of a call, plus one that reports segments to them and to the model's own callbacks."""
-        if not self.segment_events or _listens(callbacks):
+        if not self.segment_events or _has_segment_handler(callbacks):
             return callbacks
         managers = CallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
         )
-        return _joined(callbacks, _SegmentEvents(managers))
+        return _with_handler(callbacks, _SegmentEvents(managers))
 
-    def _alistening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
-        if not self.segment_events or _listens(callbacks):
+    def _aadd_segment_handler(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+        if not self.segment_events or _has_segment_handler(callbacks):
             return callbacks
         managers = AsyncCallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
         )
-        return _joined(callbacks, _AsyncSegmentEvents(managers))
+        return _with_handler(callbacks, _AsyncSegmentEvents(managers))
 
 
-def _listens(callbacks: Callbacks) -> bool:
+def _has_segment_handler(callbacks: Callbacks) -> bool:
     """Whether a handler already reports segments: if streaming is disabled, `stream` passes it on to `invoke`."""
     handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
-    return any(isinstance(handler, _OWN) for handler in handlers)
+    return any(isinstance(handler, _SEGMENT_HANDLERS) for handler in handlers)
 
 
-def _joined(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:
+def _with_handler(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:
     if callbacks is None or isinstance(callbacks, list):
         return [*(callbacks or ()), handler]
     manager = callbacks.copy()
@@ -348,8 +350,8 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
     def to_json(self) -> Any:
         """The model as LangChain's `dumps` writes and `loads` reads it: without keys, engines and local paths.
 
-        `loads` needs permission: `allowed_objects=[ChatSpecFuse]` and `valid_namespaces=[…]` with its package.
-        A name replaces each local path. Only the same process can find the path again.
+        `loads` needs `allowed_objects=[ChatSpecFuse]` and `valid_namespaces=["langchain_specfuse"]`. A name replaces
+        each local path, and only the same process can map it back.
         """
         shown_kwargs = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
         named = {} if self.base_url and self._chosen_model is None else {"model_name": self._model_name()}
@@ -415,12 +417,14 @@ def structured_output(
         raise ConfigError(f"method {method!r} is unknown: use json_schema, function_calling or json_mode")
     if schema is None and method != "json_mode":
         raise ConfigError(f'method "{method}" needs a schema; only "json_mode" goes without one')
-    bind = _calling if method == "function_calling" else _answering
-    bound, parser = bind(model, schema, method, strict, **_tracing(method, schema), **kwargs)
+    bind = _bind_tool_call if method == "function_calling" else _bind_response_format
+    bound, parser = bind(model, schema, method, strict, **_trace_options(method, schema), **kwargs)
     return with_raw(bound, parser) if include_raw else bound | parser
 
 
-def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> ModelAndParser:
+def _bind_tool_call(
+    model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any
+) -> ModelAndParser:
     tool = schema_tool(schema, strict)
     bound = model.bind_tools([tool], tool_choice=tool.name, whole=True if strict else CLOSED, **kwargs)
     if (of_class := _pydantic(schema)) is not None:
@@ -428,7 +432,7 @@ def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool |
     return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)
 
 
-def _answering(
+def _bind_response_format(
     model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any
 ) -> ModelAndParser:
     response_format: dict[str, Any] = {"type": "json_object"}
@@ -451,11 +455,11 @@ def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnab
     read = parsed.with_fallbacks([failed], exception_key="parsing_error")
     chain: Runnable[Any, Any] = itemgetter("given") | RunnableMap(raw=model) | read
     expected = (UnfinishedValueError,)
-    answered = chain.with_fallbacks([RunnableLambda(_cut)], exceptions_to_handle=expected, exception_key="cut")
+    answered = chain.with_fallbacks([RunnableLambda(_cut_value)], exceptions_to_handle=expected, exception_key="cut")
     return RunnableMap(given=RunnablePassthrough()) | answered
 
 
-def _cut(call: dict[str, Any]) -> dict[str, Any]:
+def _cut_value(call: dict[str, Any]) -> dict[str, Any]:
     """The result of a value that `max_tokens` cut. It is not parsed, because a parser might accept the beginning."""
     cut: UnfinishedValueError = call["cut"]
     usage = None if cut.usage is None else usage_metadata(cut.usage)
@@ -463,7 +467,7 @@ def _cut(call: dict[str, Any]) -> dict[str, Any]:
     return {"raw": raw, "parsed": None, "parsing_error": cut}
 
 
-def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
+def _trace_options(method: Method, schema: Schema) -> dict[str, Any]:
     """The schema in the form that LangSmith shows. The chat model removes it from the call."""
     if schema is None:
         return {}
@@ -472,8 +476,8 @@ def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
 
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
-"""Options for an HTTP client, LangChain's standard parameters among them. A call ignores all but `extra_headers`."""
-_OF_A_CALL = (
+"""Options of an HTTP client, including LangChain's standard parameters. A call ignores all but `extra_headers`."""
+_CALL_OPTIONS = (
     *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout", "whole"),
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
@@ -502,35 +506,34 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         for chunk in model.stream("How does a vaccine work?", max_tokens=64):
             ...
 
-    Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote
-    it, how each member scored it and its position in the answer. The last chunk is empty and carries
-    `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of the
-    answer. Every call takes the fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …),
-    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
-    and `whole` (an answer that `max_tokens` cuts raises an error).
+    Each streamed chunk is one verified segment. Its `additional_kwargs["specfuse_segments"]` has the member that wrote
+    it, each member's score and the position in the answer. The last chunk is empty and carries `usage_metadata` (tokens
+    of the reference member) and, in `response_metadata["specfuse"]`, the record of the answer. Every call takes the
+    fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …), `timeout`, `stream`, `model`
+    (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format` and `whole` (an answer that
+    `max_tokens` cuts raises an error).
 
-    `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
-    and records; `model` is then one of the server's.
+    `ChatSpecFuse(base_url="http://127.0.0.1:8000")` uses a server (`specfuse-llm serve`) instead, with the same chunks
+    and records. `model` is then one of the server's models.
 
-    A member's reasoning (`MemberConfig(thinking=True)`) comes as reasoning blocks before the answer (`content_blocks`,
-    and `additional_kwargs["reasoning_content"]`), not part of its text.
+    A member's reasoning (`MemberConfig(thinking=True)`) precedes the answer, in reasoning blocks (`content_blocks`) and
+    in `additional_kwargs["reasoning_content"]`. It is not part of the text.
 
     Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
-    in `invalid_tool_calls`, with the finish reason "length"; a structured value that it cut raises
-    `UnfinishedValueError`. Text only; images and audio raise `RequestError`. Each error of `langchain_specfuse.errors`
-    is an error of the engine and of LangChain.
+    in `invalid_tool_calls`, with the finish reason "length". A structured value that it cut is closed, with a
+    `ClosedValueWarning`, if brackets and quotes complete it, and raises `UnfinishedValueError` otherwise. Images and
+    audio raise `RequestError`. Each error of `langchain_specfuse.errors` is an error of the engine and of LangChain.
     """
 
     model_config = ConfigDict(populate_by_name=True)
 
     ensembles: Ensembles = Field(default_factory=dict)
-    """Other ensembles by name, each in a form that `members` or `config` take; a call selects one with
-    `model="name"`."""
+    """Other ensembles by name, in the form of `members` or `config`. A call selects one with `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
-    """The ensemble of calls that name none: "demo" or one of `ensembles`, instead of `members`; or one of a server's
-    models. Without any of these, a model or a list of them is the same as `members`."""
+    """The default ensemble, instead of `members`: "demo" or one of `ensembles`. With `base_url`, one of the server's
+    models. Otherwise, one model or a list of them, as in `members`."""
     streaming: bool | None = None
-    """True: callbacks get the chunks of `invoke` as of a stream. False: `stream` yields one chunk."""
+    """False: `stream` yields one chunk, and callbacks get no chunks of `invoke`. True or None: both are streamed."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         with as_langchain():
@@ -550,7 +553,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         ensembles = values.get("ensembles") or {}
         if name == "demo" and name not in ensembles:
             return {**values, "members": "demo"}
-        if isinstance(name, list | tuple) or not ensembles:  # as models of one provider take it
+        if isinstance(name, list | tuple) or not ensembles:
             return members_of_model(values, name)
         return {**values, "config": _ensemble_named(name, ensembles)}
 
@@ -560,7 +563,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        name = _named(kwargs) or self._model_name()
+        name = _model_in(kwargs) or self._model_name()
         return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": name})
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
@@ -572,7 +575,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, self._heard(run_manager, kwargs), **kwargs))
+        return generate_from_stream(self._stream(messages, stop, self._chunk_callbacks(run_manager, kwargs), **kwargs))
 
     def _stream(
         self,
@@ -586,7 +589,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             request = self._request(messages, stop, kwargs)
             events = request.engine.stream(request.messages, request.params, **request.options)
             stream = cast("Generator[Event]", events)
-            with closing(stream), belonging(stream):
+            with closing(stream), in_batch(stream):
                 for event in events:
                     self._observe(event)
                     for chunk in request.answer.chunks(event):
@@ -601,7 +604,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        listening = self._heard(run_manager, kwargs)
+        listening = self._chunk_callbacks(run_manager, kwargs)
         return await agenerate_from_stream(self._astream(messages, stop, listening, **kwargs))
 
     async def _astream(
@@ -638,9 +641,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         Args:
             tools: Functions, classes, `BaseTool`s or dictionaries.
             tool_choice: None, False or "auto" (the ensemble decides), "any", "required" or True (a call is forced),
-                "none", a tool's name, or a dictionary of these.
+                "none", a tool's name, or OpenAI's dictionary.
             strict: Refuse schemas that no grammar can enforce.
-            parallel_tool_calls: One answer may call several tools.
+            parallel_tool_calls: Allow several calls in one answer.
             **kwargs: Further options of each call.
 
         Returns:
@@ -676,7 +679,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """A model that answers with values of a schema. With every method the values fit the schema.
+        """A model that answers with values of a schema, enforced by a grammar with every method.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema; None for any object, with "json_mode".
@@ -690,7 +693,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             A runnable that returns a value.
 
         Raises:
-            UnfinishedValueError: When called, if `max_tokens` is too small for the value.
+            UnfinishedValueError: When called, if `max_tokens` cut the value and brackets and quotes do not complete it.
 
         Example:
             ```python
@@ -712,7 +715,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of the reference member, or of `custom_get_token_ids`. Reads a tokenizer and no weights.
+        """Token ids of the reference member, or of `custom_get_token_ids`. Loads a tokenizer and no weights.
 
         Args:
             text: The text to encode.
@@ -735,9 +738,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of the whole prompt in the reference member's chat template.
 
-        System messages alone count as their addition to a conversation, which may be negative if they replace the
-        template's own. So `trim_messages`, which counts them separately, keeps a conversation that fits. With
-        `custom_get_token_ids`, the texts of the messages are counted.
+        System messages without other messages count as what they add to a conversation, because `trim_messages` counts
+        them separately. The number is negative if they replace a longer default of the template. With
+        `custom_get_token_ids`, only the texts of the messages are counted.
 
         Args:
             messages: The conversation.
@@ -770,14 +773,14 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         """Translate a call. A setting that does not exist or cannot work raises `ConfigError`."""
         overrides = {**options, "stop": stop}
         defaults: dict[str, Any] = {"parallel_tool_calls": self.parallel_tool_calls, "timeout": self.timeout}
-        per_call = {key: overrides.pop(key, None) for key in _OF_A_CALL}
+        per_call = {key: overrides.pop(key, None) for key in _CALL_OPTIONS}
         requested: dict[str, Any] = {
             key: defaults.get(key) if value is None else value for key, value in per_call.items()
         }
         tools = to_tools(requested["tools"] or (), requested["strict"])
         choice = to_choice(requested["tool_choice"], tools)
         grammar, spec = to_value(requested["response_format"], requested["grammar"])
-        params, name = self._sampling({**overrides, "grammar": grammar}), _named(requested)
+        params, name = self._sampling({**overrides, "grammar": grammar}), _model_in(requested)
         is_value = requested["response_format"] is not None and grammar is not None
         whole: Whole = "all" if requested["whole"] else "value" if is_value else "none"
         may_close = requested["whole"] == CLOSED or (whole == "value" and grammar is not None and not grammar.strict)
@@ -805,14 +808,14 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     def _model_name(self) -> str:
         return self._chosen_model or super()._model_name()
 
-    def _most_at_once(self, options: Mapping[str, Any]) -> int:
+    def _max_concurrent(self, options: Mapping[str, Any]) -> int:
         try:
-            return self._at_once(_named(options))
-        except ConfigError:  # every input raises this error by itself
+            return self._concurrency_of(_model_in(options))
+        except ConfigError:  # each input raises it
             return 1
 
 
-def _named(options: Mapping[str, Any]) -> str | None:
+def _model_in(options: Mapping[str, Any]) -> str | None:
     """The ensemble that a call names, if any."""
     return options.get("model") or options.get("model_name")
 

@@ -1,9 +1,9 @@
-"""The engine's errors as LangChain's: each is both, so that either can be caught, retried or fallen back on.
+"""The engine's errors as LangChain's. Each class inherits from both, so `with_retry` and `with_fallbacks` work.
 
-The names are the engine's. A prompt too long is a `ContextOverflowError`, a request or setting that cannot work a
-`ModelInvalidRequestError`, an unknown model a `ModelNotFoundError`; a timeout (`ModelTimeoutError`), a full queue
-(`ModelRateLimitError`), a closed engine (`ModelConnectionError`) and a failed answer (`ModelAPIError`) may be tried
-again. A value cut by `max_tokens` is an `OutputParserException` with the beginning in `llm_output`.
+The names are the engine's. A prompt that is too long is a `ContextOverflowError`, an invalid request or setting a
+`ModelInvalidRequestError`, and an unknown model a `ModelNotFoundError`. Four kinds are retryable: a timeout
+(`ModelTimeoutError`), a full queue (`ModelRateLimitError`), a closed engine (`ModelConnectionError`) and a failed
+answer (`ModelAPIError`). A value cut by `max_tokens` is an `OutputParserException` with the beginning in `llm_output`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class ModelError(errors.SpecFuseError, exceptions.ModelError):
 
 
 class ConfigError(errors.ConfigError, exceptions.ModelInvalidRequestError):
-    """A setting cannot work; the message says what was expected."""
+    """A setting is invalid; the message states the expected value."""
 
 
 class GrammarError(errors.GrammarError, exceptions.ModelInvalidRequestError):
-    """A schema, expression or grammar cannot be used."""
+    """A grammar is malformed, or uses a keyword that no grammar can enforce."""
 
 
 class MissingExtraError(errors.MissingExtraError, exceptions.ModelInvalidRequestError):
-    """An optional part was used without its extra."""
+    """An optional feature was used without its extra."""
 
 
 class AuthenticationError(errors.AuthenticationError, exceptions.ModelAuthenticationError):
-    """The server asks for its key, or for another one."""
+    """The server needs a key, or got a wrong one."""
 
 
 class UnknownModelError(errors.UnknownModelError, exceptions.ModelNotFoundError):
-    """No ensemble has this name."""
+    """No ensemble, and no model of a server, has this name."""
 
 
 class MemberLoadError(errors.MemberLoadError, exceptions.ModelError):
@@ -45,7 +45,7 @@ class MemberLoadError(errors.MemberLoadError, exceptions.ModelError):
 
 
 class PlacementError(errors.PlacementError, exceptions.ModelError):
-    """The members do not fit onto the devices."""
+    """The members do not fit on the devices, or name one that is missing."""
 
 
 class UnsupportedModelError(errors.UnsupportedModelError, exceptions.ModelError):
@@ -61,19 +61,19 @@ class ServerUnreachableError(errors.ServerUnreachableError, exceptions.ModelConn
 
 
 class ServerKeyError(errors.ServerKeyError, exceptions.ModelAuthenticationError):
-    """A member's server asks for another key."""
+    """A member's server needs a key, or got a wrong one."""
 
 
 class ServerModelError(errors.ServerModelError, exceptions.ModelNotFoundError):
-    """A member's server has no such model, or one with another vocabulary."""
+    """A member's server does not have the model, or has one with another vocabulary."""
 
 
 class ServerSettingsError(errors.ServerSettingsError, exceptions.ModelError):
-    """A member's server was started in a way in which no member can live there."""
+    """A member cannot use its server's settings."""
 
 
 class RequestError(errors.RequestError, exceptions.ModelInvalidRequestError):
-    """This request is refused or impossible."""
+    """This request cannot be served."""
 
 
 class PromptTooLongError(errors.PromptTooLongError, exceptions.ContextOverflowError):
@@ -89,15 +89,15 @@ class EngineBusyError(errors.EngineBusyError, exceptions.ModelRateLimitError):
 
 
 class EngineClosedError(errors.EngineClosedError, exceptions.ModelConnectionError):
-    """The engine was closed."""
+    """The engine was closed or failed, or no server answers."""
 
 
 class GenerationError(errors.GenerationError, exceptions.ModelAPIError):
-    """A running answer failed; `text` holds what was generated before."""
+    """A running answer failed; `text` is the answer so far."""
 
 
 class RequestTimeoutError(errors.RequestTimeoutError, exceptions.ModelTimeoutError):
-    """The request's timeout passed; `text` holds what was generated before."""
+    """The request's timeout passed; `text` is the answer so far."""
 
 
 class UnfinishedValueError(errors.UnfinishedValueError, exceptions.OutputParserException, exceptions.ModelError):
@@ -147,7 +147,7 @@ _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {
 
 @contextmanager
 def as_langchain() -> Iterator[None]:
-    """Errors of the engine that leave this block are LangChain's too; their traceback is kept."""
+    """Raises the engine's errors as the classes of this module, with their traceback."""
     try:
         yield
     except errors.SpecFuseError as error:
@@ -155,7 +155,7 @@ def as_langchain() -> Iterator[None]:
 
 
 def translated(error: errors.SpecFuseError) -> errors.SpecFuseError:
-    """The same error, with the same attributes, as the class that is LangChain's too."""
+    """The same error, with the same attributes, as a class of this module."""
     if isinstance(error, exceptions.LangChainException):
         return error
     kind = next(_TRANSLATED[kind] for kind in type(error).__mro__ if kind in _TRANSLATED)

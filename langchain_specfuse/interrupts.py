@@ -54,7 +54,7 @@ _streams: ContextVar[Streams | None] = ContextVar("specfuse_batch", default=None
 
 
 @contextmanager
-def belonging(stream: Closable) -> Iterator[None]:
+def in_batch(stream: Closable) -> Iterator[None]:
     """While this lasts, the stream is one of the batch that runs in this context, if there is one."""
     batch = _streams.get()
     if batch is None:

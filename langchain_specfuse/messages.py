@@ -88,9 +88,9 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
 
 
 def in_order(messages: Sequence[BaseMessage]) -> Sequence[BaseMessage]:
-    """The messages, turned round where they come last first: `trim_messages` counts the end of a conversation so.
+    """The messages in the order of the conversation: `trim_messages` counts its end in reverse order.
 
-    A tool result before its call says so, and so does a system message after all turns.
+    A tool result before its call, or a system message after all turns, shows the reverse order.
     """
     answered: set[str | None] = set()
     for message in messages:
@@ -116,7 +116,7 @@ def _to_message(message: BaseMessage, called: Mapping[str | None, str], answered
 
 
 def _calls(message: AIMessage, answered: Container[str | None]) -> Iterator[ToolCall]:
-    """The calls of a turn; one that could not be carried out, only where its answer says so."""
+    """The calls of a turn. An invalid call counts only if a tool message answers it."""
     for call in message.tool_calls:
         yield ToolCall(call["name"], call["args"], call["id"])
     for failed in message.invalid_tool_calls:
@@ -160,7 +160,7 @@ def _block_texts(blocks: Iterable[str | dict[Any, Any]], role: Role) -> Iterator
 
 
 def _plain_file(block: Mapping[str, Any]) -> str:
-    """A text file that came as data is read; one that lies elsewhere is named, so that nothing vanishes unseen."""
+    """The text of a file that came as data. Any other file is replaced by its name."""
     try:
         if data := block.get("base64"):
             return base64.b64decode(data).decode()
@@ -175,7 +175,7 @@ _FIRST_CALL = 2
 
 
 class SegmentChunk(ChatGenerationChunk):
-    """The chunk of a verified segment. Only callbacks read its record here."""
+    """The chunk of a verified segment, with its record for `_SegmentEvents`."""
 
     segment: dict[str, Any] = Field(exclude=True, repr=False)
     """The segment's text and record."""
@@ -235,7 +235,7 @@ class ChunkBuilder:
 
 
 def usage_metadata(of: Usage) -> UsageMetadata:
-    """The tokens of an answer in LangChain's words."""
+    """The token counts of an answer as LangChain's `UsageMetadata`."""
     counts, thoughts = usage_record(of), reasoning_tokens(of)
     usage = UsageMetadata(
         input_tokens=counts["prompt_tokens"],
@@ -273,18 +273,18 @@ def _chunks(part: AnswerPart, **fields: Any) -> Iterator[ChatGenerationChunk]:
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 ToolLike = Foreign | Tool
 _SCHEMA_KEYS = ("parameters", "input_schema", "schema")
-"""Where the descriptions of functions that are in use keep the schema of their arguments."""
+"""Keys of the arguments' schema in common descriptions of functions."""
 
 
 def to_tools(tools: Sequence[ToolLike], strict: bool | None = None) -> list[Tool]:
-    """Functions, classes, `BaseTool`s, or tools and schemas as dictionaries. `strict` overrides what they say."""
+    """Functions, classes, `BaseTool`s, or tools and schemas as dictionaries. `strict` overrides their own."""
     return [_to_tool(tool, strict) for tool in tools]
 
 
 def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
-    """Any form of `tool_choice`: None, a bool, "auto", "any", "required", "none", a name, or a dictionary of these.
+    """Any form of `tool_choice`: None, a bool, "auto", "any", "required", "none", a name, or OpenAI's dictionary.
 
-    True calls the only tool, False says nothing. Raises `ConfigError` for a tool that is not bound.
+    True forces a call, False means "auto". Raises `ConfigError` for a tool that is not bound.
     """
     names = [tool.name for tool in tools]
     if choice is True and len(names) == 1:
@@ -294,7 +294,7 @@ def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
         return requested
     if not names:
         raise ConfigError(f"tool_choice {choice!r} needs tools, and none are bound: bind tools, or leave it out")
-    raise ConfigError(f"tool_choice {requested!r} is none of the bound tools {names} and no word like 'any'")
+    raise ConfigError(f"tool_choice {requested!r} is not one of the bound tools {names}, 'auto', 'any' or 'none'")
 
 
 def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
@@ -322,7 +322,7 @@ def json_schema_of(schema: Any) -> dict[str, Any]:
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call as a cache may know them: a class is its schema, since its name may outlive its fields."""
+    """The options of a call for a cache key. A class becomes its schema, because its fields may change."""
     response_format = options.get("response_format")
     return (
         {**options, "response_format": json_schema_of(response_format)}
@@ -336,7 +336,7 @@ def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | N
     if response_format is None:
         return grammar, []
     if grammar is not None:
-        raise ConfigError("a call takes a response_format or a grammar, not both: both say what the answer is")
+        raise ConfigError("a call takes a response_format or a grammar, not both: both constrain the answer")
     schema, strict = to_schema(response_format)
     return value_of(schema, strict, not isinstance(response_format, Mapping) or response_format.get("shown", True))
 

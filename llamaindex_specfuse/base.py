@@ -7,7 +7,7 @@ reports the exception that closes it and leaves the inner stream to the garbage 
 exception would keep that stream alive, and members would generate up to `max_tokens` for no reader. So each endpoint
 closes its own source (`closes_source`).
 
-Structured prediction: members see the fields of the class and draft under its grammar, so the output is valid JSON.
+In structured prediction, members see the fields of the class and draft under its grammar, so the output is valid JSON.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from llamaindex_specfuse.messages import (
     AnswerStep,
     ToolCalling,
     afold,
-    alast_of,
+    alast_step,
     fold,
-    last_of,
+    last_step,
+    logged_failures,
     react_stops,
-    seen,
     to_messages,
     to_tools,
 )
@@ -69,7 +69,7 @@ _sources: ContextVar[list[Any] | None] = ContextVar("specfuse_sources", default=
 
 
 def source(stream: Source) -> Source:
-    """Mark a stream as the source of the endpoint that is being called; without such an endpoint, it has no effect."""
+    """Mark a stream as the source of the endpoint that is being called, if it is decorated with `closes_source`."""
     if (sources := _sources.get()) is not None:
         sources.append(stream)
     return stream
@@ -121,8 +121,8 @@ def acloses_source(
 
 
 _dispatcher = get_dispatcher(__name__)
-_OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
-"""Options for a program that calls functions. Structured prediction under a grammar ignores them."""
+_PROGRAM_OPTIONS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
+"""Options of function-calling programs. Structured prediction under a grammar ignores them."""
 
 
 def _as_grammar(value: Any) -> Grammar | None:
@@ -142,9 +142,9 @@ GrammarField = Annotated[
 
 
 class StructuredPrediction(LLM):
-    """The four methods for structured prediction of an LLM whose chats take a `grammar`.
+    """The four structured-prediction methods of an LLM whose `chat` takes a `grammar`.
 
-    `pydantic_program_mode="llm"` keeps LlamaIndex's own way: a prompt and a parser, no grammar.
+    `pydantic_program_mode="llm"` uses LlamaIndex's own method instead: a prompt and a parser.
     """
 
     def structured_predict(
@@ -154,13 +154,13 @@ class StructuredPrediction(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """An instance of `output_cls`. Raises `UnfinishedValueError` if `max_tokens` is too small for it."""
-        if self._by_prompt:
+        """An instance of `output_cls`. Raises `UnfinishedValueError` if it was cut and cannot simply be closed."""
+        if self._uses_prompt:
             output: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return output
-        _say_start(output_cls, prompt, prompt_args)
+        _dispatch_start(output_cls, prompt, prompt_args)
         response = self.chat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args))
-        return _whole(output_cls, response)
+        return _final_value(output_cls, response)
 
     async def astructured_predict(
         self,
@@ -170,12 +170,12 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Model:
         """`structured_predict`, asynchronously."""
-        if self._by_prompt:
+        if self._uses_prompt:
             output: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return output
-        _say_start(output_cls, prompt, prompt_args)
+        _dispatch_start(output_cls, prompt, prompt_args)
         response = await self.achat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args))
-        return _whole(output_cls, response)
+        return _final_value(output_cls, response)
 
     def stream_structured_predict(
         self,
@@ -185,14 +185,14 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Generator[Model | FlexibleModel, None, None]:
         """The value as it grows; the last one is an instance of `output_cls`."""
-        if self._by_prompt:
+        if self._uses_prompt:
             yield from super().stream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return
-        _say_start(output_cls, prompt, prompt_args)
-        growing = _Growing(output_cls)
+        _dispatch_start(output_cls, prompt, prompt_args)
+        growing = _GrowingValue(output_cls)
         for response in self.stream_chat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args)):
             yield growing.take(response)
-        yield _whole(output_cls, response)
+        yield _final_value(output_cls, response)
 
     async def astream_structured_predict(
         self,
@@ -202,21 +202,21 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> AsyncGenerator[Model | FlexibleModel, None]:
         """`stream_structured_predict`, asynchronously."""
-        if self._by_prompt:
+        if self._uses_prompt:
             return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
 
         async def values() -> AsyncGenerator[Model | FlexibleModel, None]:
-            _say_start(output_cls, prompt, prompt_args)
-            growing = _Growing(output_cls)
+            _dispatch_start(output_cls, prompt, prompt_args)
+            growing = _GrowingValue(output_cls)
             call = self._structured_call(output_cls, prompt, llm_kwargs, prompt_args)
             async for response in await self.astream_chat(**call):
                 yield growing.take(response)
-            yield _whole(output_cls, response)
+            yield _final_value(output_cls, response)
 
         return values()
 
     @property
-    def _by_prompt(self) -> bool:
+    def _uses_prompt(self) -> bool:
         return self.pydantic_program_mode not in (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
     def _structured_call(
@@ -227,14 +227,14 @@ class StructuredPrediction(LLM):
         prompt_args: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The arguments of the chat whose answer is the value."""
-        options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
+        options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _PROGRAM_OPTIONS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
         grammar, spec = value_of(output_cls.model_json_schema(), strict=False)
         turns = [ChatMessage(message.content, role=message.role) for message in spec]
         return {"whole": CLOSED, **options, "messages": [*messages, *turns], "grammar": grammar}
 
 
-class _Growing:
+class _GrowingValue:
     """Reads a value while its JSON grows."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
@@ -242,7 +242,7 @@ class _Growing:
         self._partial_cls = create_flexible_model(output_cls)
 
     def take(self, response: ChatResponse) -> Any:
-        """An instance of the class if the value is already valid, else of a class whose fields are all optional."""
+        """An instance of the class once the value is valid; before, of a class whose fields are all optional."""
         text = response.message.content or ""
         value = from_json(text, allow_partial="trailing-strings") if text.strip() else {}
         try:
@@ -253,12 +253,12 @@ class _Growing:
         return parsed
 
 
-def _say_start(output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> None:
+def _dispatch_start(output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> None:
     start = LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
     _dispatcher.event(start)
 
 
-def _whole(output_cls: type[Model], response: ChatResponse) -> Model:
+def _final_value(output_cls: type[Model], response: ChatResponse) -> Model:
     output = output_cls.model_validate_json(response.message.content or "")
     _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
     return output
@@ -279,7 +279,7 @@ class _Call:
     whole: Whole = "none"
     """The part that must be complete: `UnfinishedValueError` is raised if `max_tokens` cuts it."""
     may_close: bool = False
-    """Except if brackets and quotes were enough to close it."""
+    """Accept a cut part that brackets and quotes completed."""
     headers: Mapping[str, str] | None = None
 
     @property
@@ -305,24 +305,25 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         for response in llm.stream_complete("How does a vaccine work?", max_tokens=64):
             ...
 
-    Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
-    scored it, its place in the answer, and the other candidates. LlamaIndex's dispatcher gets the same as
-    `SpecFuseSegmentEvent`s; the function `on_segment` is called with it. The last response adds no text: it carries
-    `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
-    `complete` and `chat` return. Every call takes the sampling settings, `grammar`, `logprobs`, `timeout`, `tools`,
-    `tool_choice`, `parallel_tool_calls` and `whole` (an answer that `max_tokens` cuts raises an error). A completion is
-    one user turn in each member's own template. Text only.
+    Each streamed response is one verified segment. Its `raw["specfuse"]` has the member that wrote it, each member's
+    score, the position in the answer, and the other candidates. LlamaIndex's dispatcher receives the same in
+    `SpecFuseSegmentEvent`s. The last response adds no text. It carries `raw["usage"]` (tokens of the reference member),
+    the finish reason and the record of the answer; `complete` and `chat` return it. Every call takes the sampling
+    settings, `grammar`, `logprobs`, `timeout`, `tools`, `tool_choice`, `parallel_tool_calls` and `whole` (an answer
+    that `max_tokens` cuts raises an error). A completion is one user turn in each member's own template. Images and
+    audio raise `RequestError`.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a known tool and fits its
-    schema, every prediction is an instance of its class. Calls are never streamed as text; a response holds the calls
-    that are complete. A call that `max_tokens` cut is left out; an agent is told so and can call again. A cut
-    prediction, or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
+    schema, every prediction is valid JSON for its class. Calls are never streamed as text; a response holds the calls
+    that are complete. A call that `max_tokens` cut is left out; an agent receives the reason and can call again. A cut
+    prediction is closed, with a `ClosedValueWarning`, if brackets and quotes complete it. Otherwise it raises
+    `UnfinishedValueError`, as does a cut call in `predict_and_call`.
 
-    `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
-    responses and records; `model` is then one of the server's.
+    `SpecFuseLLM(base_url="http://127.0.0.1:8000")` uses a server (`specfuse-llm serve`) instead, with the same
+    responses and records. `model` is then one of the server's models.
 
-    Raises `ConfigError` if the smallest context is too small for LlamaIndex's prompts. `metadata.num_output` never
-    exceeds what they leave of it.
+    Raises `ConfigError` if the smallest context is too small for LlamaIndex's prompts. `metadata.num_output` is at most
+    the context that these prompts leave free.
     """
 
     context_window: int | None = Field(default=None, gt=0)
@@ -344,7 +345,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return {**payload, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Plain JSON that `from_dict` reads, without keys and local paths. Only this process finds the paths again."""
+        """Plain JSON that `from_dict` reads, with names for local paths. Only this process can map them back."""
         data = super().to_dict(**kwargs)
         data.pop("model_name", None)
         return data if self.base_url and self._chosen_model is None else {**data, "model": self.model}
@@ -352,10 +353,10 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     @model_validator(mode="before")
     @classmethod
     def _read_model(cls, values: Any) -> Any:
-        """`model="demo"` is `members="demo"`."""
+        """Without other members, `model` is "demo" or a list of models."""
         if not isinstance(values, Mapping) or any(values.get(source) is not None for source in _SOURCES):
             return values
-        name = _given_model(values)
+        name = _model_in(values)
         if name == "demo":
             return {**values, "members": "demo"}
         return values if name is None else members_of_model(values, name)
@@ -371,7 +372,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        """Asks no server: a server's context size is checked on the first read of `metadata`."""
+        """Sends no request: a server's context size is checked on the first read of `metadata`."""
         self._call({})  # raises for options that no call takes
         self._check_capacity()
         return self
@@ -389,13 +390,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """`context_window` always leaves space for a prompt, even if no member states a context size.
 
         `num_output` covers the answer and, if a member thinks, its reasoning, and leaves space for prompts. The first
-        read asks a server for its model; raises `EngineClosedError` if the server does not respond.
+        read requests a server's description of its model. Raises `EngineClosedError` if the server does not respond.
         """
         if (remote := self._remote()) is not None and not remote.known:
             remote.describe()
             self._check_capacity()
         longest, window = self._longest_output(), self._window()
-        if window is not None:  # a longer answer gets what its prompt leaves
+        if window is not None:
             longest = min(longest, window - PROMPT_RESERVE)
         return _TracedMetadata(
             **self._traced(),
@@ -408,66 +409,66 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @property
     def model(self) -> str:
-        """The members' names, or a server's model: other LLMs have this attribute, too."""
+        """The name of the ensemble, or of a server's model."""
         return self._model_name()
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """A function from text to token ids of the reference member, for `Settings.tokenizer`; reads no weights."""
+        """A function from text to token ids of the reference member, for `Settings.tokenizer`. Loads no weights."""
         return self._token_ids
 
     # ── the eight endpoints ──────────────────────────────────────────────────────────────────────
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return last_of(self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)).completion()
+        return last_step(self._steps(self._completion_turn(prompt, formatted, kwargs), kwargs)).completion()
 
     @closes_source
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        pieces = self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)
-        return (piece.completion() for piece in pieces)
+        steps = self._steps(self._completion_turn(prompt, formatted, kwargs), kwargs)
+        return (step.completion() for step in steps)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return last_of(self._pieces(self._turns(messages), kwargs)).chat()
+        return last_step(self._steps(self._turns(messages), kwargs)).chat()
 
     @closes_source
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        pieces = self._pieces(self._turns(messages), kwargs)
-        return (piece.chat() for piece in pieces)
+        steps = self._steps(self._turns(messages), kwargs)
+        return (step.chat() for step in steps)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return (await alast_of(self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs))).completion()
+        return (await alast_step(self._asteps(self._completion_turn(prompt, formatted, kwargs), kwargs))).completion()
 
     @acloses_source
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        pieces = self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)
-        return (piece.completion() async for piece in pieces)
+        steps = self._asteps(self._completion_turn(prompt, formatted, kwargs), kwargs)
+        return (step.completion() async for step in steps)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return (await alast_of(self._apieces(self._turns(messages), kwargs))).chat()
+        return (await alast_step(self._asteps(self._turns(messages), kwargs))).chat()
 
     @acloses_source
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        pieces = self._apieces(self._turns(messages), kwargs)
-        return (piece.chat() async for piece in pieces)
+        steps = self._asteps(self._turns(messages), kwargs)
+        return (step.chat() async for step in steps)
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_turn(self, prompt: str, formatted: bool, overrides: Mapping[str, Any]) -> list[Message]:
+    def _completion_turn(self, prompt: str, formatted: bool, overrides: Mapping[str, Any]) -> list[Message]:
         if overrides.get("tools"):
             raise RequestError("a completion cannot hold tool calls: use chat, chat_with_tools or predict_and_call")
         render = self.completion_to_prompt
         return [Message("user", prompt if formatted or render is None else render(prompt))]
 
     def _turns(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        """Members have templates of their own, so `messages_to_prompt` is used only if the user set it."""
+        """The members use their own chat templates unless the user set `messages_to_prompt`."""
         render = self.messages_to_prompt
         if render is None or render is generic_messages_to_prompt:
             return to_messages(messages)
@@ -510,19 +511,19 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
             call.use.reader(), self.ledger, self._observe, call.whole, self._model_name, may_close=call.may_close
         )
 
-    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
+    def _steps(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
         """The steps of an answer. This call, not the first step, raises if the request cannot be served."""
         call = self._call_for(messages, overrides)
-        with seen():
+        with logged_failures():
             events = self._resolve_engine(headers=call.headers).stream(messages, call.params, **call.options)
         return source(fold(self._answer(call), events))
 
-    def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[AnswerStep, None]:
-        """`_pieces`, asynchronously. The engine works in its own threads and raises at the first step."""
+    def _asteps(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[AnswerStep, None]:
+        """`_steps`, asynchronously. The engine works in its own threads and raises at the first step."""
         call = self._call_for(messages, overrides)
         events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)
         return source(afold(self._answer(call), events))
 
 
-def _given_model(values: Mapping[str, Any]) -> Any:
+def _model_in(values: Mapping[str, Any]) -> Any:
     return values.get("model", values.get("model_name"))

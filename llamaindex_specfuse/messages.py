@@ -74,9 +74,9 @@ _ROLES: dict[MessageRole, Role] = {
 REACT_MARKS = ("Thought:", "Action:", "Action Input:", "Observation:")
 """A system message that holds all of them asks for the ReAct format."""
 REACT_STOP = "\nObservation:"
-"""A ReAct agent passes no stop strings, and a model that continued would invent the tool's result."""
+"""ReAct agents pass no stop strings. Without one, the model would invent the tool's result."""
 _SILENT_BLOCKS = (CachePoint, CitationBlock, ThinkingBlock, ToolCallBlock)
-"""They hold no text of the turn: marks, citations, private reasoning, and calls, which are read separately."""
+"""Blocks without text of the turn: cache points, citations, reasoning, and calls, which are read separately."""
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -139,9 +139,9 @@ def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Messag
 
 
 def _texts(block: Any, role: Role) -> Iterator[str]:
-    """The text of a block. Raises `RequestError` for an image and the like from a user.
+    """The text of a block. Raises `RequestError` for media from a user.
 
-    Blocks of a tool or of another model are named instead, so that an agent can continue.
+    Media from a tool or another model are replaced by their names, so that an agent can continue.
     """
     if isinstance(block, TextBlock):
         yield block.text
@@ -250,7 +250,7 @@ def _forced(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_output(tools: Sequence[BaseTool]) -> bool:
-    """A single tool represents a class: LlamaIndex's programs need its call, and do not say so when they stream."""
+    """Whether the only tool represents an output class. LlamaIndex's programs need its call, but do not require it."""
     made = [tool for tool in tools or () if isinstance(tool, FunctionTool)]
     return len(tools or ()) == 1 and any(tool.real_fn.__module__ == function_program.__name__ for tool in made)
 
@@ -322,9 +322,9 @@ class AnswerStep:
     thinking_delta: str = ""
     """New reasoning, before the answer begins."""
     counted: Mapping[str, Any] = field(default_factory=dict)
-    """How the answer ended and its tokens, with the last piece."""
+    """With the last step: the finish reason and the token counts."""
     logprobs: list[list[LogProb]] | None = None
-    """Of the whole answer, with the last piece, where they were asked for."""
+    """With the last step: the log-probabilities of the whole answer, if requested."""
 
     def completion(self) -> CompletionResponse:
         """Its `additional_kwargs` stay empty: LlamaIndex would copy them into a message."""
@@ -347,7 +347,7 @@ class AnswerStep:
 
 
 class AnswerFold:
-    """Folds the events of one answer into pieces, and reports each segment to all listeners.
+    """Folds the events of one answer into steps, and reports each segment to all listeners.
 
     Made in the body of an endpoint, where the call's span is still open; every segment carries its id. For `whole` and
     `may_close` see `AnswerReader`.
@@ -373,8 +373,8 @@ class AnswerFold:
         self._span = active_span_id.get()
         self._tags = dict(active_instrument_tags.get())
 
-    def piece(self, event: Event) -> AnswerStep | None:
-        """The piece that an event adds to the answer, or None."""
+    def step(self, event: Event) -> AnswerStep | None:
+        """The step that an event adds to the answer, or None."""
         self._observe(event)
         part = self._answer.read(event)
         if isinstance(event, ThinkingEvent):
@@ -433,21 +433,21 @@ logger = logging.getLogger(__name__)
 
 
 def fold(answer: AnswerFold, events: Iterator[Event]) -> Generator[AnswerStep, None, None]:
-    with seen(), closing(cast(Generator[Event], events)):
-        yield from filter(None, map(answer.piece, events))
+    with logged_failures(), closing(cast(Generator[Event], events)):
+        yield from filter(None, map(answer.step, events))
 
 
 async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenerator[AnswerStep, None]:
-    with seen():
+    with logged_failures():
         async with aclosing(cast(AsyncGenerator[Event], events)):
             async for event in events:
-                if piece := await fold_async(answer.piece, event):
-                    yield piece
+                if step := await fold_async(answer.step, event):
+                    yield step
 
 
 @contextmanager
-def seen() -> Iterator[None]:
-    """LlamaIndex may continue without a value that did not fit, and hides its own log messages."""
+def logged_failures() -> Iterator[None]:
+    """Log a value that did not fit, because LlamaIndex may continue without it and log nothing."""
     try:
         yield
     except (UnfinishedValueError, ValueTooLongError) as error:
@@ -455,10 +455,10 @@ def seen() -> Iterator[None]:
         raise
 
 
-def last_of(pieces: Iterator[AnswerStep]) -> AnswerStep:
-    return deque(pieces, maxlen=1).pop()
+def last_step(steps: Iterator[AnswerStep]) -> AnswerStep:
+    return deque(steps, maxlen=1).pop()
 
 
-async def alast_of(pieces: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
-    async with aclosing(pieces):
-        return [piece async for piece in pieces][-1]
+async def alast_step(steps: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
+    async with aclosing(steps):
+        return [step async for step in steps][-1]

@@ -1,6 +1,6 @@
 """The shared engine: several causal language models of any family answer together, segment by segment.
 
-Importing this package is cheap: torch and transformers are imported when the engine is first named.
+Importing this package is cheap: the first access to the engine imports torch and transformers.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class MemberConfig(Settings):
     """One model of the ensemble: where it comes from, how it is loaded, and how it takes part."""
 
     model: str
-    """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store. Remote code and pickled weights
-    are refused unless allowed below."""
+    """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store."""
     name: str | None = None
     """The member's name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
     revision: str | None = None
@@ -64,11 +63,11 @@ class MemberConfig(Settings):
     device: str = "auto"
     """"auto" (any device with enough memory except MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
-    """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
+    """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto", the widest precision that
     fits (extra "quant")."""
     backend: str = "auto"
-    """The backend: "llama.cpp" (reads GGUF files directly; extra "llamacpp"), "transformers", or "auto": llama.cpp
-    for quantised GGUF files if it is installed and no other setting needs transformers."""
+    """"llama.cpp" (reads GGUF files directly; extra "llamacpp"), "transformers", or "auto": llama.cpp for quantised
+    GGUF files if it is installed and no other setting needs transformers."""
     gpu_layers: int | None = None
     """Layers that llama.cpp keeps on the GPU; unset: all, or none with `device="cpu"`."""
     threads: int | None = None
@@ -93,13 +92,13 @@ class MemberConfig(Settings):
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the member's turn, in addition to the model's own."""
     max_context: int | None = None
-    """Lowers the model's context limit, in tokens."""
+    """Limits the model's context, in tokens."""
     attn_implementation: str | None = None
     """Passed to transformers; the probe at load checks that it is exact."""
     compile: str = "auto"
     """"auto" compiles the layers on a CUDA or ROCm GPU, which takes some seconds at the first load; "off" does not."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Set it only for repositories that you have read."""
+    """Run the model's own Python code. Set it only for repositories whose code you have read."""
     allow_pickle: bool = False
     """Load weights that are not safetensors. Unpickling a file may run code that is in it."""
     drafts_under_grammar: bool = True
@@ -210,7 +209,7 @@ class MemberConfig(Settings):
         return self.set_of(_OF_LLAMA_CPP)
 
     def _check_server(self) -> None:
-        """The settings of a server suit each other, and its key would not cross a network unencrypted."""
+        """The settings of a server go together, and its key would not cross a network unencrypted."""
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             misplaced = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
@@ -355,14 +354,13 @@ class EnsembleConfig(Settings):
     segment_tokens: int = 5
     """The most tokens that a member drafts in a round, in its own tokens (papers: 10)."""
     first_segment_tokens: int | None = 20
-    """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
-    the first words later."""
+    """The same for the first segment; `segment_tokens` if None. A long first segment can hold a whole short answer, but
+    arrives later."""
     early_margin: float = 3.0
-    """Streams first words early. Candidates of a first segment are compared once `segment_tokens` tokens are drafted,
-    at twice that number, and so on. If all drafts are equal by then, they are streamed. A candidate is also streamed
-    if its vote is this many times every other vote. The factor is four times as high if only some of the candidates
-    have ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished
-    drafts."""
+    """Streams the first words early. Candidates of a first segment are compared after `segment_tokens` drafted tokens,
+    after twice as many, and so on. If all drafts are equal, that text is streamed. A candidate is also streamed if its
+    vote is this many times every other vote. The factor is four times as high if only some of the candidates have
+    ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished drafts."""
     score: str | ScorePolicy = "stretch"
     """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability of the length that all
     candidates cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
@@ -384,9 +382,9 @@ class EnsembleConfig(Settings):
     feedback_rate: float = 0.5
     """How fast the weights learn; with 0 they stay as they are."""
     feedback_limit: float | None = 2.0
-    """Limit of learning: the ratio of two members' votes grows at most by this factor over its initial value, so that
-    weak judges cannot take a strong member's vote away over many rounds. None: no limit (SpecEM). Custom policies have
-    no limit."""
+    """Limit of learning: the ratio of two members' weights grows at most by this factor over its initial value, so that
+    weak members cannot outvote a strong one over many rounds. None: no limit (SpecEM). Custom policies have no
+    limit."""
     exit: str | ExitPolicy = "never"
     """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
     temperature, is low."""
@@ -419,7 +417,7 @@ class EnsembleConfig(Settings):
     cache_bytes: int | None = None
     """Bytes for caches and logits on each device; if unset, a share of what is free after the weights are loaded."""
     reuse_prefixes: bool = True
-    """Reserve an eighth of the memory for caches, so that prompts that begin like earlier ones reuse theirs."""
+    """Keep caches of recent answers, in an eighth of the cache memory. A prompt with the same beginning reuses them."""
     execution: str = "auto"
     """"paged" packs the tokens of all answers, prompts included, into forward passes over a paged cache, which is
     allocated at load. The shape of such a pass is its number of tokens, so that CUDA graphs replay it on a GPU.

@@ -1,8 +1,8 @@
 """Every error of the engine, in one tree.
 
     SpecFuseError
-    ├── ConfigError              a setting that cannot work (also a ValueError)
-    │   ├── GrammarError         a schema, expression or grammar that cannot be used
+    ├── ConfigError              a setting is invalid (also a ValueError)
+    │   ├── GrammarError         a schema, expression or grammar cannot be used
     │   ├── AuthenticationError  a server needs a key, or got a wrong one
     │   ├── UnknownModelError    no ensemble, and no model of a server, has this name
     │   └── MissingExtraError    an optional feature needs an extra (also an ImportError)
@@ -18,10 +18,10 @@
     │   ├── PromptTooLongError   the prompt fills a member's context
     │   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
     ├── EngineBusyError          the queue is full (when_busy="raise")
-    ├── GenerationError          a running answer failed; has the text so far
+    ├── GenerationError          a running answer failed; the error has the text so far
     │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
     │   └── UnfinishedValueError  it ended before its value was complete (also a ValueError)
-    └── EngineClosedError        the engine was closed or broke, or no server answers
+    └── EngineClosedError        the engine was closed or failed, or no server answers
 
 All of them can be pickled.
 """
@@ -57,7 +57,7 @@ class SpecFuseError(Exception):
 
 
 class ConfigError(SpecFuseError, ValueError):
-    """A setting is invalid; the message says what was expected."""
+    """A setting is invalid; the message states the expected value."""
 
 
 class GrammarError(ConfigError):
@@ -90,7 +90,7 @@ class MissingExtraError(ConfigError, ImportError):
 
 
 class MemberLoadError(SpecFuseError):
-    """A member could not be loaded; the message names it and says what to do."""
+    """A member could not be loaded; the message names it and a remedy."""
 
     @property
     def public(self) -> str:
@@ -126,7 +126,7 @@ class ServerSettingsError(ServerError):
 
 
 class RequestError(SpecFuseError):
-    """This request is refused or impossible; other requests are not affected.
+    """This request cannot be served; other requests are not affected.
 
     It is not a `ValueError`: frameworks treat those as bad output of the model, and continue without an answer.
     """
@@ -204,7 +204,7 @@ class EngineBusyError(SpecFuseError):
 
 
 class EngineClosedError(SpecFuseError):
-    """The engine was used after `close()` or a fork, was closed or broke while it answered, or no server answers.
+    """The engine was used after `close()` or a fork, was closed or failed while it answered, or no server answers.
 
     `text` is the answer so far.
     """

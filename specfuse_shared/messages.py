@@ -80,7 +80,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that an assistant message made: tool `name`, its `arguments` and an `id` for the answer."""
+    """A tool call in an assistant message: the tool's `name`, its `arguments`, and an `id` for the result."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -112,11 +112,11 @@ class ToolCall:
         return cls(function["name"], arguments_of(function.get("arguments")), call.get("id"))
 
     def check(self) -> None:
-        """Raises `RequestError` for arguments that are no JSON, or that hold half a character."""
+        """Raises `RequestError` for arguments that are not JSON, or that contain a lone surrogate."""
         try:
             text = json.dumps(dict(self.arguments), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"the arguments of a call of {self.name!r} are no JSON ({error})") from error
+            raise RequestError(f"the arguments of a call of {self.name!r} are not JSON ({error})") from error
         if not is_whole_text(self.name + text):
             raise RequestError(f"a call of {self.name!r} holds half a character (a lone surrogate): replace it")
 
@@ -127,9 +127,9 @@ class ToolCall:
 
 
 def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """The arguments of a call, which may come as JSON. Raises `RequestError` if they are no object.
+    """The arguments of a call, possibly parsed from JSON. Raises `RequestError` if they are not an object.
 
-    Of a cut call: the arguments that were closed in time, else nothing.
+    For a cut call: its arguments if they were closed, else none.
     """
     if isinstance(arguments, Mapping):
         return arguments
@@ -144,7 +144,7 @@ def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]
 
 
 def arguments_said(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """`arguments_of` a call that any model may have written before: nothing where they are no object."""
+    """`arguments_of` an earlier call of any model; none if they are not an object."""
     try:
         return arguments_of(arguments)
     except RequestError:

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over ensembles: one loaded engine for any client, in any language, and a page."""
+"""An OpenAI-compatible server over ensembles, with a chat page."""

@@ -1,4 +1,4 @@
-"""The application: its routes, over models that the caller loads."""
+"""The ASGI application and its routes, over models that the caller loads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.serving.prometheus import prometheus_collector
 
 READERS = 4
-"""Threads that read bodies."""
+"""Threads that parse request bodies."""
 T = TypeVar("T")
 A = TypeVar("A", bound=Asked)
 
@@ -58,7 +58,7 @@ DRAINED_BODIES = 16
 
 @dataclass(slots=True)
 class Service:
-    """Code that the routes share."""
+    """The endpoints, and the state that they share."""
 
     models: Models
     settings: ServerSettings = field(default_factory=ServerSettings)
@@ -86,7 +86,7 @@ class Service:
         return await self._answer(request, ResponsesBody, self.reader.response, ResponsesFormat)
 
     async def kept_response(self, request: Request) -> Response:
-        raise HttpError(404, f"{NOTHING_KEPT}: the answer to POST /v1/responses is all there is of one")
+        raise HttpError(404, f"{NOTHING_KEPT}: only the reply to POST /v1/responses contains a response")
 
     async def _answer(
         self, request: Request, kind: type[A], read: Callable[[A], Call], write: Callable[[A, Call], Format]
@@ -99,15 +99,15 @@ class Service:
         try:
             parsed, call = await self._read(request, called)
             answers = [ChoiceReader(i, call, parsed.extension) for i in range(len(call.choices))]
-            request.state.told = {"model": call.model.id}
+            request.state.logged = {"model": call.model.id}
             pieces, form = run_choices(call, answers, request.state.client), write(parsed, call)
             if not parsed.stream:
                 folded = await unless_gone(request, fold(pieces, answers))
-                request.state.told |= usage_of(answers)
+                request.state.logged |= usage_of(answers)
                 return JSONResponse(form.whole(answers, folded))
             # the first piece comes once the request is accepted, so that an error still sets the status code
             first = await unless_gone(request, anext(pieces))
-            return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.told).lines(first))
+            return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.logged).lines(first))
         except ClientDisconnect:
             return Response(status_code=GONE)
 
@@ -116,7 +116,7 @@ class Service:
             body = read_body(TokenizeBody, raw)
             model = self.models.find(body.model)
             if (body.prompt is None) == (body.messages is None):
-                raise BodyError("give a prompt or messages: the text, or the conversation, whose tokens are asked for")
+                raise BodyError("give either prompt (a text) or messages (a conversation)")
             payload: dict[str, Any] = {"max_model_len": model.engine.context_limit}
             if body.messages is None:
                 ids = model.engine.tokenize(body.prompt or "", members=model.members)
@@ -130,7 +130,7 @@ class Service:
             return Response(status_code=GONE)
 
     async def input_tokens(self, request: Request) -> Response:
-        """How many tokens a request of the Responses API has, its tools and schema among them."""
+        """The number of prompt tokens of a request of the Responses API, with its tools and schema."""
 
         def counted(raw: bytes) -> dict[str, Any]:
             call = self.reader.response(read_body(ResponsesBody, raw))
@@ -144,12 +144,12 @@ class Service:
             return Response(status_code=GONE)
 
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """The result of `read` for the body, in a thread: checking bodies, grammars and texts may take a while."""
+        """The result of `read` for the body. It runs in a thread, because validating grammars and texts takes time."""
         raw = await self._raw(request)
         return await unless_gone(request, request.state.client.read(raw, read, self.threads))
 
     async def _raw(self, request: Request) -> bytes:
-        """The body. Raises `HttpError` for one that is too long, too slow, or is not said to be JSON."""
+        """The body. Raises `HttpError` if it is too long, arrives too slowly, or has no JSON content type."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
         limit, seconds = self.settings.max_body_bytes, self.settings.connection_seconds
@@ -177,14 +177,14 @@ class Service:
         return JSONResponse(self.models.named(request.path_params["id"]).to_dict(self.began))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are answered. Details of loaded and lost members need a key, if the server has one."""
+        """Readiness. The stage names loading or lost members, and needs the key if the server has one."""
         status = self.models.status
         payload = {"status": status, "stage": self.models.stage} if request.state.client else {"status": status}
         return JSONResponse(payload, 200 if status in ("ok", "degraded") else 503)
 
     async def live(self, request: Request) -> Response:
-        """Whether the process is worth keeping: it loads or answers. One whose engine broke has to be started again."""
-        return JSONResponse({"status": "failed" if self.models.broken else "ok"}, 503 if self.models.broken else 200)
+        """Liveness: 503 once an engine has failed, so that a supervisor restarts the process."""
+        return JSONResponse({"status": "failed" if self.models.failed else "ok"}, 503 if self.models.failed else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Errors of the engine as OpenAI's error objects, with the status that makes its clients do the right thing."""
+"""Errors of the engine as OpenAI's error objects, with the HTTP status that its clients expect."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (
     (MemberLoadError, 503, "server_error", "load_failed"),
     (SpecFuseError, 500, "server_error", None),
 )
-"""The first that an error is an instance of: status, type and code."""
+"""Status, type and code of each class of errors. The first matching class counts."""
 
 
 class HttpError(SpecFuseError):
-    """A request that is refused before the engine hears of it. `retry_seconds`: when it may be let in."""
+    """A request that is refused before it reaches the engine. `retry_seconds`: seconds until it may be repeated."""
 
     def __init__(self, status: int, message: str, code: str | None = None, retry_seconds: int | None = None) -> None:
         super().__init__(message)
@@ -53,22 +53,22 @@ class HttpError(SpecFuseError):
 
 
 def status_of(error: SpecFuseError) -> int:
-    return error.status if isinstance(error, HttpError) else _found(error)[1]
+    return error.status if isinstance(error, HttpError) else _failure_of(error)[1]
 
 
 def error_body(error: SpecFuseError) -> dict[str, Any]:
-    """OpenAI's error object; `specfuse` is the error as our own clients raise it."""
+    """OpenAI's error object. `specfuse`: the error for this package's clients, which raise it."""
     body = {"message": error.public, "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
     if isinstance(error, HttpError):
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
         return {"error": {**body, "type": kind, "code": error.code}}
-    _, _, kind, code = _found(error)
+    _, _, kind, code = _failure_of(error)
     param = "model" if isinstance(error, UnknownModelError) else body["param"]
     return {"error": {**body, "param": param, "type": kind, "code": code}}
 
 
 def public(event: Event) -> Event:
-    """The event as a client may know it: faults of members without the words of their errors."""
+    """The event without the messages of members' errors, which may contain paths and addresses."""
     if isinstance(event, WarningEvent):
         message = MemberFault.public(event.member, event.stage, event.kind)
         return replace(event, message=message.message)
@@ -79,7 +79,7 @@ def public(event: Event) -> Event:
 
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
-    """When to retry, or that a retry would take as long again and fail."""
+    """Headers that tell a client when to retry, or not to retry after a timeout."""
     if isinstance(error, EngineBusyError) or (isinstance(error, HttpError) and error.code == "too_many_requests"):
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:
@@ -89,7 +89,7 @@ def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
     return {"x-should-retry": "false"} if isinstance(error, RequestTimeoutError) else {}
 
 
-def _found(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | None]:
+def _failure_of(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | None]:
     return next(failure for failure in _FAILURES if isinstance(error, failure[0]))
 
 

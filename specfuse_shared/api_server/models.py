@@ -1,4 +1,4 @@
-"""The models that the server offers: ensembles, and each member of one alone; how far they are loaded."""
+"""The models that the server offers (ensembles, and each member alone), and their loading state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from specfuse_shared.serving.engine import EnsembleEngine
 logger = logging.getLogger(__name__)
 
 Status = Literal["loading", "ok", "degraded", "failed"]
-"""`degraded`: some members are lost, and the others answer. `failed`: loading did not work, or an engine broke."""
+"""`degraded`: some members are lost, and the others answer. `failed`: loading or an engine failed."""
 LONGEST_RETRY = 60
 """Seconds."""
 _SPREAD = (0.8, 1.2)
 _UNKNOWN_ANSWER_SECONDS = 1.0
-"""Seconds of an answer, before any ended."""
+"""Assumed duration of an answer before the first one has ended."""
 
 
 class ModelsLoadingError(EngineBusyError):
@@ -30,7 +30,7 @@ class ModelsLoadingError(EngineBusyError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An ensemble, or one `member` of it alone, under the name that clients ask for."""
+    """An ensemble, or one `member` of it alone. `id`: the name that clients use."""
 
     id: str
     engine: EnsembleEngine
@@ -55,7 +55,7 @@ class Model:
 
 
 class Models:
-    """All models by name, over engines that belong to the caller. `load` fills them; any thread may ask meanwhile."""
+    """All models by name, over engines that belong to the caller. Thread-safe, also during `load`."""
 
     def __init__(self, engines: Mapping[str, EnsembleEngine]) -> None:
         self.engines = dict(engines)
@@ -65,41 +65,39 @@ class Models:
             alone = [Model(f"{name}/{member}", engine, member) for member in members] if len(members) > 1 else []
             for model in (Model(name, engine), *alone):
                 if model.id in self._by_id:
-                    raise ConfigError(
-                        f"{model.id!r} is an ensemble and a member of another one: call the ensemble otherwise"
-                    )
+                    raise ConfigError(f"{model.id!r} is an ensemble and a member of another one: rename the ensemble")
                 self._by_id[model.id] = model
         self._status: Status = "loading"
         self._stage = "starting"
 
     @property
     def status(self) -> Status:
-        """As of now: engines and their lanes are asked."""
+        """The current status, from the engines and their lanes."""
         if self._status != "ok":
             return self._status
-        if self.broken:
+        if self.failed:
             return "failed"
         return "degraded" if self.lost else "ok"
 
     @property
     def stage(self) -> str:
-        """What is being loaded, what is lost, or why it failed."""
-        if self.status == "failed" and self.broken:
-            return f"broken: {', '.join(self.broken)}"
+        """The member being loaded, the lost members, or the reason of the failure."""
+        if self.status == "failed" and self.failed:
+            return f"failed: {', '.join(self.failed)}"
         return f"without {', '.join(self.lost)}" if self.status == "degraded" else self._stage
 
     @property
-    def broken(self) -> list[str]:
-        """Ensembles whose engine broke."""
+    def failed(self) -> list[str]:
+        """Names of ensembles whose engine failed."""
         return [name for name, engine in self.engines.items() if engine.failure is not None]
 
     @property
     def lost(self) -> list[str]:
-        """Members that cannot be reached now."""
+        """Names of members that are unreachable now."""
         return [f"{name}/{member}" for name, engine in self.engines.items() for member in engine.lost_members]
 
     def load(self) -> None:
-        """Load every engine, one after the other. Raises what the first that cannot be loaded raises."""
+        """Load the engines one after the other. Raises the error of the first that fails."""
         try:
             for name, engine in self.engines.items():
                 self._stage = f"{name}: planning"
@@ -110,7 +108,7 @@ class Models:
         self._status, self._stage = "ok", "ready"
 
     def close(self) -> None:
-        """End the answers that run; each raises `EngineClosedError`."""
+        """End all running answers with `EngineClosedError`."""
         for engine in self.engines.values():
             engine.close()
 
@@ -122,23 +120,23 @@ class Models:
         return model
 
     def find(self, name: str) -> Model:
-        """The model of this name. Raises `UnknownModelError`, or `ModelsLoadingError` where it cannot answer yet."""
+        """The model of this name. Raises `UnknownModelError`, or `ModelsLoadingError` while it is loading."""
         model = self.named(name)
         if self._status == "loading":
-            raise ModelsLoadingError(f"the models are being loaded ({self._stage}): try again in a while")
+            raise ModelsLoadingError(f"the models are being loaded ({self._stage}): try again later")
         if self._status == "failed":
             raise EngineClosedError("the models could not be loaded: the server's log says why")
         if model.engine.failure is not None:
-            raise EngineClosedError("the engine of this model broke: the server's log says why")
+            raise EngineClosedError("the engine of this model failed: the server's log says why")
         return model
 
     def all(self) -> list[Model]:
         return list(self._by_id.values())
 
     def retry_seconds(self) -> int:
-        """Seconds after which a refused client may be answered: the work ahead of it, with some spread.
+        """Estimated seconds until a refused client could be answered.
 
-        Without the spread, all refused clients would come back together.
+        It is randomised, because otherwise all refused clients would retry together.
         """
         if self._status == "loading":
             return 5
@@ -151,7 +149,7 @@ class Models:
 
 
 def _wait_seconds(engine: EnsembleEngine) -> float:
-    """Until an answer that is asked for now would begin: rounds of `max_concurrent` answers that are before it."""
+    """Estimated seconds until a new answer would begin, behind batches of `max_concurrent` waiting answers."""
     metrics = engine.metrics()
     answering = max(0.0, metrics.answer_seconds.mean - metrics.queue_seconds.mean) or _UNKNOWN_ANSWER_SECONDS
     return answering * (1 + metrics.waiting / engine.config.max_concurrent)

@@ -1,4 +1,4 @@
-"""The page at "/": four files of this package, under a policy that lets nothing else in."""
+"""The page at "/": four packaged files, with a Content-Security-Policy that allows no other content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server process: it listens at once, loads its models, answers, and stops on a signal."""
+"""The server process: it listens, loads its models, answers requests, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 WATCH_SECONDS = 1.0
-"""Between two looks whether an engine broke, or the server shall stop."""
+"""Interval of the checks for a failed engine and for a stop signal."""
 LAST_WORDS_SECONDS = 10
-"""For the errors of answers that did not finish within `stop_seconds`."""
+"""Time to send the errors of answers that did not finish within `stop_seconds`."""
 INTERRUPTED = 130
 
 
 def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda address: None) -> None:
-    """Serve until SIGINT or SIGTERM; then answers finish within `stop_seconds`. A second signal does not wait.
+    """Serve until SIGINT or SIGTERM; then answers may finish within `stop_seconds`. A second signal does not wait.
 
-    Raises `ConfigError` for an address that cannot be listened at, what loading the members raises, and
-    `EngineClosedError` once an engine broke: then answers of other ensembles finish, and a supervisor starts anew.
+    Raises `ConfigError` if the server cannot listen at the address, the errors of loading, and `EngineClosedError`
+    after an engine has failed and the answers of other ensembles have finished.
     """
     settings = config.server
     clients = Clients(settings, config.api_key(), config.clients)
     with ExitStack() as stack:
-        # a queue that is waited for would hold the threads that requests are read in
+        # a request that waits for a queue slot would block a thread that parses bodies
         ensembles = {name: replace(ensemble, when_busy="raise") for name, ensemble in config.ensembles.items()}
         engines = {name: stack.enter_context(EnsembleEngine(each)) for name, each in ensembles.items()}
         listening = stack.enter_context(_listen(settings))
@@ -59,7 +59,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda addr
 
 
 def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
-    """uvicorn as this server runs it: the guard logs requests, so that it must not."""
+    """The configured uvicorn server. Its access log is off, because the guard logs requests."""
     config = uvicorn.Config(
         app,
         http=protocol_of(settings),
@@ -75,9 +75,9 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 async def _run(server: uvicorn.Server, listening: socket.socket, models: Models, stop_seconds: float) -> None:
-    """Listen and load at the same time; models that cannot be loaded stop the server, and raise.
+    """Listen and load at the same time. An error of loading stops the server and is raised.
 
-    Answers that are unfinished `stop_seconds` after the signal end with an error that says so.
+    Answers that are unfinished `stop_seconds` after the signal end with an error.
     """
 
     async def load() -> None:
@@ -90,9 +90,9 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
         logger.info("ready: %s", ", ".join(model.id for model in models.all()))
 
     async def watch() -> None:
-        while not models.broken:
+        while not models.failed:
             await asyncio.sleep(WATCH_SECONDS)
-        logger.critical("the engine of %s broke: the server stops", ", ".join(models.broken))
+        logger.critical("the engine of %s failed: the server stops", ", ".join(models.failed))
         server.should_exit = True
 
     async def stop() -> None:
@@ -103,7 +103,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
 
     loading = asyncio.create_task(load())
     watching, stopping = asyncio.create_task(watch()), asyncio.create_task(stop())
-    for number in stop_signals():  # uvicorn re-raises the signal that stopped it at the end
+    for number in stop_signals():  # uvicorn raises the signal that stopped it again at the end
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
@@ -112,8 +112,8 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
     watching.cancel()
     stopping.cancel()
     await loading
-    for name in models.broken:
-        raise EngineClosedError(f"the engine of {name!r} broke, so the server has stopped: start it again")
+    for name in models.failed:
+        raise EngineClosedError(f"the engine of {name!r} failed, so the server has stopped: start it again")
 
 
 def stop_signals() -> tuple[int, ...]:
@@ -130,5 +130,5 @@ def _listen(settings: ServerSettings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        what = f"{settings.host} port {settings.port} cannot be listened at ({error.strerror or error})"
-        raise ConfigError(f"{what}: choose another --port, or stop what listens there") from error
+        what = f"the server cannot listen at {settings.host} port {settings.port} ({error.strerror or error})"
+        raise ConfigError(f"{what}: choose another --port, or stop the program that listens there") from error

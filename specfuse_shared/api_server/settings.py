@@ -27,26 +27,26 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings(Settings):
-    """Where the server listens, who may ask, and how much."""
+    """Address, key and limits of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. One that other machines reach needs a key."""
+    """Address to listen at. An address that other machines can reach needs a key."""
     port: int = 8000
-    """Port to listen at; 0 is a free one."""
+    """Port to listen at; 0 picks a free one."""
     api_key_env: str = KEY_ENV
     """Name of the environment variable that holds the key; clients send it as `Authorization: Bearer …`."""
     max_body_bytes: int = 4 * 2**20
-    """Longest body of a request."""
+    """Maximum size of a request body."""
     max_prompt_characters: int = 1_000_000
-    """Longest conversation, tools and schema included."""
+    """Maximum length of a conversation, tools and schema included."""
     max_choices: int = 8
-    """Most answers to one request (`n`, and the prompts of a completion)."""
+    """Maximum number of answers to one request (`n`, and the prompts of a completion)."""
     max_requests: int = 256
-    """Maximum number of requests answered at once. Clients with their own keys have their own limits."""
+    """Maximum number of concurrent requests. Clients with their own keys have their own limits."""
     max_connections: int = 512
-    """Most open connections; a further one replaces the one whose client has been silent for longest."""
+    """Maximum number of open connections. A further one replaces the one that has been silent for longest."""
     connection_seconds: float = 30.0
-    """How long a client may take for the head of a request, for its body, and to read what waits for it."""
+    """Time for a client to send the head of a request, to send its body, and to read pending data."""
     stop_seconds: float = 60.0
     """Time for answers to finish after the stop signal."""
 
@@ -59,11 +59,11 @@ class ServerSettings(Settings):
 
     @property
     def is_loopback(self) -> bool:
-        """Only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return is_loopback(self.host)
 
     def api_key(self, others: bool = False) -> str | None:
-        """The key from the environment. Raises `ConfigError` if a key is required or named and its variable is not set.
+        """The key from the environment. Raises `ConfigError` if it is missing, but required or named.
 
         `others`: there are clients with their own keys.
         """
@@ -85,11 +85,11 @@ class ClientSettings(Settings):
     api_key_env: str = ""
     """Name of the environment variable that holds its key."""
     max_requests: int = 64
-    """Most of its requests that are answered at once; more are refused."""
+    """Maximum number of its concurrent requests; more are refused."""
     max_answers: int | None = None
-    """Most of its answers that run at once, of all its requests (`n`); more wait. Any number if unset."""
+    """Maximum number of its concurrent answers, over all its requests (`n`); more wait. No limit if unset."""
     requests_per_minute: int | None = None
-    """Most requests that it may begin in a minute; any number if unset."""
+    """Maximum number of requests that it may begin in a minute. No limit if unset."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_answers", "requests_per_minute"):
@@ -97,7 +97,7 @@ class ClientSettings(Settings):
             check(limit is None or limit > 0, f"ClientSettings.{name} must be positive, not {limit!r}")
 
     def api_key(self, name: str) -> str:
-        """The key from the environment. Raises `ConfigError` where there is none."""
+        """The key from the environment. Raises `ConfigError` if it is missing."""
         key = os.environ.get(self.api_key_env, "").strip()
         where = f"the environment variable {self.api_key_env} holds no key" if self.api_key_env else "no api_key_env"
         check(bool(key), f"[clients.{name}]: {where}: name the variable that holds the key of this client")
@@ -114,14 +114,14 @@ class ServeConfig:
     clients: Mapping[str, ClientSettings] = field(default_factory=dict)
 
     def api_key(self) -> str | None:
-        """The server's own key. Raises `ConfigError` where one is needed, or named, and missing."""
+        """The server's own key. Raises `ConfigError` if a key, also of a client, is missing."""
         for name, client in self.clients.items():
             client.api_key(name)
         return self.server.api_key(others=bool(self.clients))
 
 
 def read_config(path: Path) -> ServeConfig:
-    """The configuration in a TOML file. Raises `ConfigError` that names the file, the table and the expected value."""
+    """Read a TOML file. Raises `ConfigError`, which names the file, the table and the expected value."""
     data = read_toml(path)
     try:
         return _parsed(data)

@@ -69,7 +69,7 @@ def chat(
 
 
 class ChatSession:
-    """The conversation so far, and the commands that a person can use in it."""
+    """The conversation so far, and the commands of a chat."""
 
     def __init__(
         self, engine: EnsembleEngine, params: SamplingParams, system: str | None, out: Console, notes: Console
@@ -83,39 +83,39 @@ class ChatSession:
         self._last: EnsembleResult | None = None
         self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
             "/each": (self._answer_each, "QUESTION: each member's own answer next to the joint one"),
-            "/members": (self._show_members, "who answers, and on what"),
+            "/members": (self._show_members, "the members and their devices"),
             "/why": (self._show_rounds, "every round of the last answer"),
             "/differ": (self._show_differences, "where members would have written something else in the last answer"),
             "/save": (self._save, "FILE: write the conversation as JSON"),
-            "/clear": (self._clear, "begin anew"),
+            "/clear": (self._clear, "start a new conversation"),
             "/help": (self._help, "this list"),
             "/exit": (self._leave, f"leave; {LEAVE}, too"),
         }
 
-    def run(self, asks: bool) -> None:
-        """Run until the input ends; `asks`: the input is a terminal."""
-        if asks:
+    def run(self, interactive: bool) -> None:
+        """Run until the input ends. `interactive`: the input is a terminal."""
+        if interactive:
             with suppress(ImportError):
-                import readline  # noqa: F401 lines can be edited, and earlier ones come back
+                import readline  # noqa: F401 gives input() editing and a history
             self._notes.print(WELCOME, style="dim")
-        while (line := self._line(asks)) is not None:
+        while (line := self._line(interactive)) is not None:
             with suppress(_Left):
                 self._take(line.strip())
                 continue
             return
 
-    def _line(self, asks: bool) -> str | None:
+    def _line(self, interactive: bool) -> str | None:
         """The next line; an empty one for Ctrl-C, None at the end."""
         try:
-            return input(PROMPT if asks else "")
+            return input(PROMPT if interactive else "")
         except KeyboardInterrupt:
             self._notes.print()
             return ""
         except UnicodeDecodeError:
-            self._say("that line is no UTF-8 text: type or paste it anew")
+            self._say("that line is not UTF-8 text: type or paste it again")
             return ""
         except EOFError:
-            if asks:
+            if interactive:
                 self._notes.print()
             return None
 
@@ -135,7 +135,7 @@ class ChatSession:
         try:
             messages = [*self.messages, Message("user", question)]
             with closing(self._engine.stream(messages, self._params)) as events:  # type: ignore[type-var]
-                self._last = terminal.show_answer(_heard(events, pieces), self._out, self._notes)
+                self._last = terminal.show_answer(_collected(events, pieces), self._out, self._notes)
         except KeyboardInterrupt:
             self._say("stopped")
         except SpecFuseError as error:
@@ -146,7 +146,7 @@ class ChatSession:
     def _answer_each(self, question: str) -> None:
         """The joint answer is part of the conversation, even if Ctrl-C stopped it. The members' own answers are not."""
         if not question:
-            self._say("/each QUESTION: ask something")
+            self._say("/each QUESTION: the question is missing")
             return
         messages, self._last = self.messages, None
         columns = side_by_side.Columns(self._engine.config.names)
@@ -182,12 +182,12 @@ class ChatSession:
 
     def _save(self, name: str) -> None:
         if not name:
-            self._say("/save FILE: name the file")
+            self._say("/save FILE: the file is missing")
             return
         turns = [{"role": message.role, "content": message.content} for message in self.messages]
         try:
             Path(name).expanduser().write_text(json.dumps(turns, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        except (OSError, RuntimeError, ValueError) as error:  # no such home, no name of a file
+        except (OSError, RuntimeError, ValueError) as error:  # "~" of an unknown user, an invalid name
             self._say(f"not saved: {name}: {getattr(error, 'strerror', None) or error}")
         else:
             self._say(f"saved: {name}")
@@ -207,11 +207,11 @@ class ChatSession:
 
 
 class _Left(Exception):
-    """The person left."""
+    """The user left the chat."""
 
 
-def _heard(events: Iterable[Event], pieces: list[str]) -> Iterator[Event]:
-    """The events, whose text is kept as it comes."""
+def _collected(events: Iterable[Event], pieces: list[str]) -> Iterator[Event]:
+    """The events. Collects their text in `pieces`."""
     for event in events:
         if isinstance(event, SegmentEvent):
             pieces.append(event.text)

@@ -1,7 +1,7 @@
-"""The command `specfuse-llm`: ask the ensemble, or look at its members.
+"""The command `specfuse-llm`, with `ask` and `doctor`: options, streams and exit codes.
 
-Knows options, streams and exit codes. What is shown is drawn by `terminal`; torch is imported only when a model is
-needed, so that help, version and mistakes answer at once.
+`terminal` draws the output. torch is imported only when a model is needed, so that help, version and usage errors
+appear at once.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ app.command()(chat)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 0, 1 (failed), 2 (misused) or 130 (interrupted)."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if closed
         _write_exactly(cast("Any", stream))
     try:
         code = int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
-        return _complain("interrupted", code) if code == INTERRUPTED else code  # typer makes an exit of Ctrl-C
+        return _complain("interrupted", code) if code == INTERRUPTED else code  # typer turns Ctrl-C into an exit
     except UsageError as error:
         return _complain(usage_line(error), MISUSED)
     except (ConfigError, RequestError) as error:
@@ -90,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecFuseError as error:
         return _complain(in_options(str(error)), FAILED)
     except OSError as error:
-        return _complain(f"{error.filename or 'the output'} cannot be used: {error.strerror or error}", FAILED)
+        return _complain(
+            f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}", FAILED
+        )
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
 
@@ -224,6 +226,6 @@ def _result(events: Iterable[Event]) -> EnsembleResult:
 
 
 def _complain(message: str, code: int) -> int:
-    """One line on stderr, whatever characters the message contains."""
+    """Print one line on stderr, without control characters."""
     print(f"{PROGRAM}: {terminal.visible(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -85,7 +85,7 @@ EqualComputeOption = Annotated[
     bool,
     typer.Option(
         "--equal-compute",
-        help="Also ask the best member several times: as often as the ensemble's compute, and its seconds, pay for.",
+        help="Also ask the best member several times: as often as the ensemble's compute, and its time, allow.",
     ),
 ]
 SampleTemperature = Annotated[
@@ -102,7 +102,7 @@ MostSamples = Annotated[
 ]
 SuggestOption = Annotated[
     bool,
-    typer.Option("--suggest", help="Ask the members alone, and say which two or three of them to put together."),
+    typer.Option("--suggest", help="Ask the members alone, and suggest pairs and trios."),
 ]
 Judge = Annotated[
     str | None, typer.Option("--judge", metavar="WHO", help='"members": the members rate each other\'s answers.')
@@ -174,14 +174,14 @@ def compare(
 
 
 def _check_alone(options: Mapping[str, object]) -> None:
-    """Raises `ConfigError` where options are given that need an ensemble's answers."""
+    """Raises `ConfigError` for options that need an ensemble's answers."""
     conflicting = [name for name, value in options.items() if value]
     if conflicting:
         raise ConfigError(f"--suggest asks no ensemble: leave {', '.join(conflicting)} out")
 
 
 def _sampling(equal_compute: bool, temperature: float | None, max_samples: int | None) -> Sampling | bool:
-    """Raises `ConfigError`."""
+    """The settings of the samples, or False. Raises `ConfigError`."""
     from specfuse_shared.comparing import Sampling
 
     chosen = {name: value for name, value in (("temperature", temperature), ("most", max_samples)) if value is not None}
@@ -205,7 +205,7 @@ def _suggest(ensemble: EnsembleConfig, questions: QuestionSet, how: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """What is written of a comparison, and the votes that saved pages hold: `cast` ones count, `earlier` ones stay."""
+    """The files to write, and votes from saved pages. `cast` votes count; `earlier` ones only stay on the page."""
 
     out: Path | None
     vote: Path | None
@@ -244,7 +244,7 @@ class _More:
 
     @classmethod
     def checked(cls, ensemble: EnsembleConfig, questions: QuestionSet, tune: str | None, judge: str | None) -> Self:
-        """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before anybody is asked."""
+        """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before any question is asked."""
         from specfuse_shared import comparing
 
         if judge is not None:
@@ -279,7 +279,7 @@ class _More:
         return comparison
 
     def write(self, comparison: Comparison) -> None:
-        """The tuned ensemble, where it gained. Raises what kept it from being found."""
+        """Write the tuned ensemble if it gained. Raises the error of an earlier failure."""
         from specfuse_shared.comparing import write_ensemble
 
         if self.failure is not None:
@@ -334,7 +334,7 @@ def show_comparison(comparison: Comparison, out: Console) -> None:
 
 
 def _table(comparison: Comparison) -> Table:
-    """A column for each of those who answered."""
+    """A column for the ensemble and each member."""
     from specfuse_shared.comparing.metrics import LABELS
     from specfuse_shared.comparing.scores import flop_text
 
@@ -352,15 +352,15 @@ def _table(comparison: Comparison) -> Table:
     table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     if comparison.equal is not None:
-        table.add_row("forwards", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
+        table.add_row("forward passes", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
         table.add_row("compute", *(flop_text(each.flop) for each in costs))
     return table
 
 
 SUGGESTED_LIMITS = (
-    "what an ensemble does: it was not asked. Of what the best answer to each question has above the mean of all, a "
-    "third is taken as won; the intervals say how much the questions may mislead, not how wrong that is.",
-    "that the first of many sets is as good elsewhere: it was chosen on these rows, which flatters it.",
+    "No ensemble was asked. The prediction assumes that an ensemble gains a third of what the best answer to each "
+    "question has above the mean of the members; the intervals do not include the error of this rule.",
+    "The first of many sets was chosen on these questions, which favours it.",
 )
 
 

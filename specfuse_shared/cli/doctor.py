@@ -1,5 +1,5 @@
-"""The checks of `specfuse-llm doctor`: versions, devices, and each member as loaded or its error; or the plan
-of devices for the members."""
+"""The checks of `specfuse-llm doctor`: versions, devices, and each loaded member or its error; or the placement
+plan."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TRIAL, TRIAL_TOKENS = "How do the tides follow the moon?", 48
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """The findings; `problems` has one line for each member that cannot be used."""
+    """The results. `problems` has one line for each member that cannot be used."""
 
     versions: Mapping[str, str]
     devices: tuple[Device, ...]
     members: tuple[MemberReport, ...]
     problems: tuple[str, ...]
     ollama: Mapping[str, int] = field(default_factory=dict)
-    """Models in Ollama's store, and bytes of their files."""
+    """Models in Ollama's store, with their sizes in bytes."""
 
 
 def examine(config: EnsembleConfig, on_progress: OnLoadProgress | None = None) -> Checkup:
@@ -46,7 +46,7 @@ def examine(config: EnsembleConfig, on_progress: OnLoadProgress | None = None) -
 
 
 def predict_plan(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
-    """Where the members would go, here or on the devices described; nothing is loaded."""
+    """The placement of the members, here or on the devices described. Loads nothing."""
     there = planned_devices(devices) if devices else None
     return plan_ensemble(config, there, answers=answers, context=context)
 
@@ -69,8 +69,10 @@ def _one_by_one(
 def _load(
     config: EnsembleConfig, on_progress: OnLoadProgress | None
 ) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
-    """The loaded members, and the errors of a short answer by those with captured steps: only an answer shows which
-    forward passes were replayed."""
+    """The loaded members, and the error of a short answer.
+
+    The answer shows which forward passes are replayed. It runs only if a member has captured steps.
+    """
     problems: tuple[str, ...] = ()
     with EnsembleEngine(config) as engine:
         engine.load(on_progress)

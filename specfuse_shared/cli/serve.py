@@ -48,7 +48,7 @@ def serve(
     api_key_env: ApiKeyEnv = None,
     verbose: LibrariesVerbose = False,
 ) -> int:
-    """Serve the ensemble over OpenAI's API, with a page for people."""
+    """Serve the ensemble over OpenAI's API, with a chat page."""
     options: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
     with _needed():
         from specfuse_shared.api_server.run import serve as run
@@ -65,7 +65,7 @@ def _chosen(member: list[str] | None, config: Path | None, preset: str) -> Serve
     from specfuse_shared.api_server.settings import ServeConfig, read_config
 
     if config is not None and (member or preset != "default"):
-        raise ConfigError("--config names the members and their preset: leave --member and --preset out")
+        raise ConfigError("--config sets the members and their preset: leave --member and --preset out")
     if config is not None:
         return read_config(config)
     ensemble = ensemble_of(member, {}, preset)
@@ -74,7 +74,7 @@ def _chosen(member: list[str] | None, config: Path | None, preset: str) -> Serve
 
 @contextmanager
 def _needed() -> Iterator[None]:
-    """Raises `MissingExtraError` where a library of the server is missing."""
+    """Raises `MissingExtraError` if a library of the server is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -84,7 +84,7 @@ def _needed() -> Iterator[None]:
 
 
 def _log(verbose: bool) -> None:
-    """Requests and progress go to stderr; uvicorn says only what goes wrong."""
+    """Log requests and progress to stderr, and only warnings of other libraries."""
     if not verbose:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
         logging.getLogger("specfuse_shared.api_server").setLevel(logging.INFO)

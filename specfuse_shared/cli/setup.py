@@ -1,10 +1,10 @@
 """Code that commands share.
 
 - the ensemble that options describe, and quiet libraries
-- errors in the words of the command line
-- output files: whether they are writable is checked before any model is loaded
-- an engine that loads before the command's work begins, and the command's output
-- options that commands share; their defaults are those of the settings
+- error messages with option names
+- output files, which are checked before any model is loaded
+- the loaded engine, and the consoles
+- common options; their defaults are those of the settings
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ EnsembleFileOption = Annotated[
 MEMBER_KEY_ENV = "SPECFUSE_SERVER_KEY"
 """The environment variable with the key of the members' servers."""
 CHATTY = ("accelerate", "huggingface_hub", "torchao", "torch.utils._pytree")
-"""Libraries that warn of compiled parts that a machine has no use for, of offloaded weights, and of each retry."""
+"""Libraries that warn of unused compiled extensions, of offloaded weights, and of each retry."""
 _HUB_SECONDS = 3.0
 
 
@@ -78,7 +78,7 @@ def ensemble_of(
     preset: str = "default",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
-    """Settings, those that are not None, are checked before the demo models are looked for."""
+    """The ensemble that options describe; None means unset. Settings are checked before the demo is looked up."""
     if models and list(models) == [DEMO] and not Path(DEMO).exists():
         models = None
     settings = {name: value for name, value in options.items() if value is not None}
@@ -90,7 +90,7 @@ def ensemble_of(
 
     backend = member.get("backend", "auto")
     if backend == "llama.cpp":
-        typer.echo("on llama.cpp the demo runs without its adapters, which are no GGUF files", err=True)
+        typer.echo("on llama.cpp the demo runs without its adapters, because they are not GGUF files", err=True)
     return replace(config, members=[replace(demo, **member) for demo in demo_members(backend=backend)])
 
 
@@ -108,12 +108,12 @@ def chosen_ensemble(
     changed = [name for name, value in {**member, **options}.items() if value not in (None, defaults.get(name))]
     if models or preset != "default" or changed:
         also = "".join(f", --{name.replace('_', '-')}" for name in changed)
-        raise ConfigError(f"--config names the members and how they decide: leave --member, --preset{also} out")
+        raise ConfigError(f"--config sets the members and their settings: leave --member, --preset{also} out")
     return read_ensemble(file)
 
 
 def member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
-    """A model, or MODEL@http://… for one that a server runs, which says itself in how many bits."""
+    """The member for MODEL, or for MODEL@http://… on a server, which decides the other settings."""
     name, at, rest = model.partition("@http")
     if not at:
         return MemberConfig(model, **settings)
@@ -123,7 +123,7 @@ def member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
 
 
 def configure_logging(verbose: bool) -> None:
-    """The libraries' own messages and progress bars belong to `--verbose`."""
+    """Show messages and progress bars of libraries only if `verbose`."""
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         return
@@ -136,9 +136,9 @@ def configure_logging(verbose: bool) -> None:
 
 
 def skip_retries_offline() -> None:
-    """Without a network, let the hub's library use its cache at once: it would try for half a minute.
+    """Without a network, make huggingface_hub use its cache at once. Otherwise it retries for half a minute.
 
-    Call it before that library is imported. A proxy may reach what this machine cannot, and is left alone.
+    Call this before that library is imported. With a proxy, it does nothing, because the proxy may reach the hub.
     """
     if "HF_HUB_OFFLINE" in os.environ or getproxies():
         return
@@ -165,10 +165,11 @@ _OPTIONS = (
     *("member", "max_tokens", "temperature", "seed", "stop", "preset", "segment_tokens", "score", "feedback", "exit"),
     *("backend", "dtype", "quantization", "host", "port", "api_key_env"),
 )
-"""Settings that are options of a command, too."""
+"""Settings that are also options of a command."""
 
 
 def usage_line(error: Any) -> str:
+    """A usage error as one line."""
     command = error.ctx.command_path if error.ctx else PROGRAM
     option, similar = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if similar:
@@ -179,7 +180,7 @@ def usage_line(error: Any) -> str:
 
 
 def in_options(message: str) -> str:
-    """Configuration speaks of `EnsembleConfig.max_tokens`, the command line of `--max-tokens`."""
+    """The message with names of options: `--max-tokens` for `SamplingParams.max_tokens`."""
 
     def option(match: re.Match[str]) -> str:
         name = {"members": "member", "model": "member", "server": "member"}.get(match[1], match[1])
@@ -191,7 +192,7 @@ def in_options(message: str) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises `ConfigError` for a file that could not be written. Changes none."""
+    """Raises `ConfigError` if the file cannot be written. Leaves files unchanged."""
     try:
         existed = path.exists()
         path.open("ab").close()
@@ -203,7 +204,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_report(path: Path, html: str, what: str = "report") -> None:
-    """Raises `SpecFuseError` where it cannot be written after all."""
+    """Write the file and print its name. Raises `SpecFuseError` if that fails."""
     try:
         path.write_text(html, "utf-8", errors="xmlcharrefreplace")
     except OSError as error:
@@ -231,7 +232,7 @@ def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
 
 
 def consoles() -> tuple[Console, Console]:
-    """The answer goes to stdout. Messages join it on a terminal, and else go to stderr."""
+    """The consoles of the answer (stdout) and of messages (stdout if it is a terminal, else stderr)."""
     out = terminal.stdout()
     return out, out if out.is_terminal else terminal.stderr()
 
@@ -247,16 +248,24 @@ Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a s
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="A string that ends the answer; can be repeated.")
 ]
-Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=f"Settings: {' | '.join(PRESETS)}")]
 SegmentTokens = Annotated[
     int | None, typer.Option("--segment-tokens", metavar="L", help="The most tokens that a member drafts in a round.")
 ]
-Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
-Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
-Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
-Quantization = Annotated[str | None, typer.Option("--quantization", metavar="NAME", help=" | ".join(QUANTIZATIONS))]
-BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=" | ".join(BACKENDS))]
+Score = Annotated[
+    str | None, typer.Option("--score", metavar="NAME", help=f"Score of a candidate: {' | '.join(SCORES)}")
+]
+Feedback = Annotated[
+    str | None, typer.Option("--feedback", metavar="NAME", help=f"How weights learn: {' | '.join(FEEDBACKS)}")
+]
+Exit = Annotated[
+    str | None, typer.Option("--exit", metavar="NAME", help=f"When members leave an answer: {' | '.join(EXITS)}")
+]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Number format: {' | '.join(DTYPES)}")]
+Quantization = Annotated[
+    str | None, typer.Option("--quantization", metavar="NAME", help=f"Quantised weights: {' | '.join(QUANTIZATIONS)}")
+]
+BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"Runtime: {' | '.join(BACKENDS)}")]
 Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
 Devices = Annotated[
     str | None,
@@ -267,7 +276,9 @@ Devices = Annotated[
 Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Number of concurrent answers to plan for.")]
 Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context per answer, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="After the answer, show every round and where members differ.")
+]
 Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML report of the answer.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
 LibrariesVerbose = Annotated[bool, typer.Option("--verbose", help="Show messages of the libraries on stderr.")]

@@ -29,12 +29,12 @@ TOGETHER = "together"
 _NARROWEST = 24
 """Minimum characters of a column. On narrower terminals answers are printed below each other."""
 _SECONDS_OF_A_WAIT = 0.5
-"""On Windows, Ctrl-C is heard between two waits only."""
+"""On Windows, Ctrl-C is handled between two waits only."""
 
 
 @dataclass
 class Column:
-    """One of the answers. `member`: whose it is, None for the joint one. `problem`: why it failed."""
+    """One of the answers. `member`: its author, None for the joint one. `problem`: the error if it failed."""
 
     member: str | None
     style: str
@@ -78,25 +78,25 @@ class Columns:
                 members = None if column.member is None else [column.member]
                 streams.append(engine.stream(messages, params, members=members))
             if not out.is_terminal:
-                for _ in self._heard(streams):
+                for _ in self._next_events(streams):
                     pass
                 return
             with Live(self._grid(out), console=out, transient=True, auto_refresh=False) as live:
-                for _ in self._heard(streams):
+                for _ in self._next_events(streams):
                     live.update(self._grid(out), refresh=True)
         finally:
             for stream in streams:
                 stream.close()  # type: ignore[attr-defined]
 
-    def _heard(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
-        """Take what comes of all streams until all have ended."""
-        came = SimpleQueue[StreamItem]()
+    def _next_events(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
+        """Read all streams until they have ended, and yield after each event."""
+        items = SimpleQueue[StreamItem]()
         for number, stream in enumerate(streams):
-            threading.Thread(target=_pass_on, args=(number, stream, came.put), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(number, stream, items.put), daemon=True).start()
         open_streams = len(streams)
         while open_streams:
             try:
-                number, event = came.get(timeout=_SECONDS_OF_A_WAIT)
+                number, event = items.get(timeout=_SECONDS_OF_A_WAIT)
             except Empty:
                 continue
             column = self._columns[number]
@@ -142,7 +142,7 @@ class Columns:
 
 
 def _pass_on(number: int, stream: Iterator[Event], put: Callable[[StreamItem], None]) -> None:
-    """Give everything that a stream has, its end or its error last."""
+    """Pass on the events of a stream, then its error if it fails, then None."""
     try:
         for event in stream:
             put((number, event))

@@ -1,9 +1,7 @@
 """Answers in a terminal: text in its members' colours, tables of rounds, a spinner while loading.
 
-Uses events and results, no engine and no model. Text of models and names of files are shown as text: neither rich
-markup nor terminal control sequences in them have any effect.
-
-Machines in a terminal: versions, devices, members as loaded, and the plan of devices.
+Also versions, devices, loaded members and the placement plan. Rich markup and terminal control sequences in texts of
+models and in file names have no effect.
 """
 
 from __future__ import annotations
@@ -70,12 +68,12 @@ def _console(*, stderr: bool) -> Console:
 
 
 def visible(text: str) -> str:
-    """Text with every control character but newline and tab written out, so that a terminal obeys none."""
+    """Text with escaped control characters, except newline and tab."""
     return text.translate(CONTROLS)
 
 
 def quoted(text: str) -> str:
-    """Text as one line in quotes, its spaces and line ends to be seen."""
+    """Text as one line in quotes, with visible spaces and line ends."""
     return visible(json.dumps(text, ensure_ascii=False))
 
 
@@ -102,7 +100,7 @@ def loading(console: Console) -> Iterator[Callable[[LoadProgress], None] | None]
 
 
 def show_answer(events: Iterable[Event], out: Console, notes: Console) -> EnsembleResult:
-    """Write the answer as it comes, the legend before and the exits after it. `out` ends with a line end."""
+    """Write the answer as it arrives, with the legend before and the exits after it. `out` ends with a line end."""
     colours: Palette = {}
     author, last, thinker = "", "\n", ""
     exits: list[MemberExit] = []
@@ -151,7 +149,7 @@ def _end_thoughts(notes: Console) -> str:
 
 
 def _write(out: Console, text: str, colour: str | None) -> None:
-    """To a terminal visibly and in colour, elsewhere exactly; at once in both."""
+    """Write and flush: escaped and in colour on a terminal, unchanged elsewhere."""
     if out.is_terminal:
         out.out(visible(text), style=colour, end="", highlight=False)
     else:
@@ -170,7 +168,7 @@ def _exit_line(leaving: MemberExit) -> str:
 
 
 def show_summary(result: EnsembleResult, notes: Console) -> None:
-    """Who contributed what, how fast, and why it ended."""
+    """Each member's part, the speed, and the finish reason."""
     table = Table("member", box=None, pad_edge=False, header_style="dim")
     rows, colours = result.summary(), palette(result.members)
     late = any(row.late_rounds for row in rows)
@@ -202,7 +200,7 @@ def _speed_line(result: EnsembleResult) -> str:
 
 
 def show_rounds(result: EnsembleResult, out: Console) -> None:
-    """The ledger of every round: candidates, each verifier's scores, the winner, weights, exits, timings."""
+    """Every round: candidates, each verifier's scores, the winner, weights, exits, timings."""
     colours = palette(result.members)
     out.print()
     out.print(
@@ -220,7 +218,7 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
 
 
 def show_differences(result: EnsembleResult, out: Console) -> None:
-    """Where members would have written other words, numbers and names first; and how far they agree on fields."""
+    """The differences between members, numbers and names first, and their agreement on fields."""
     colours, differences, fields = palette(result.members), result.differences, result.fields
     out.print()
     if not differences and not fields:
@@ -343,14 +341,14 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "probe error": f"{report.probe_error:.1e}",
         "graphs": report.graphs,
         "layers": report.layers or UNKNOWN,
-        "forwards": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,
+        "forward passes": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,
         "stop tokens": ", ".join(map(str, report.stop_token_ids)),
         "load": duration(report.load_seconds),
     }
 
 
 def show_members(reports: Iterable[MemberReport], out: Console) -> None:
-    """One line a member (`--verbose`)."""
+    """One line per member (`--verbose`)."""
     for report in reports:
         facts = _properties(report)
         chosen = ("architecture", "parameters", "device", "dtype", "verification", "load", "backend")
@@ -358,7 +356,7 @@ def show_members(reports: Iterable[MemberReport], out: Console) -> None:
 
 
 def show_plan(plan: Plan, out: Console) -> None:
-    """The planned device of each member and its memory there; used and free memory of each device."""
+    """The planned device and memory of each member; the used and free memory of each device."""
     members = Table("member", "device", "weights as", box=None, pad_edge=False, header_style="dim")
     for heading in ("weights", "caches", "logits", "with 10 %"):
         members.add_column(heading, justify="right")

@@ -1,7 +1,7 @@
-"""An engine that talks to `specfuse-llm serve`: the same events, errors and counts as a local one, over HTTP.
+"""An engine on a server (`specfuse-llm serve`): the same events, errors and counts as a local one, over HTTP.
 
 - Connections: one httpx client for all threads, and one for each event loop, closed with its loop.
-- Events: a server's response, read back as events.
+- Events: parsed from a server's response.
 - Retries: only if the server did not respond, was busy or failed (a status of 5xx), never once an answer has begun.
 """
 
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -58,7 +59,14 @@ from specfuse_shared.validation import is_whole_text
 REQUEST_SECONDS = 60.0
 """Maximum silence of a server in any request but an answer's."""
 _NAME, _VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\x20-\x7e]*")
-_OWN = ("authorization", "accept-encoding", "connection", "content-length", "content-type", "transfer-encoding")
+_CLIENT_HEADERS = (
+    "authorization",
+    "accept-encoding",
+    "connection",
+    "content-length",
+    "content-type",
+    "transfer-encoding",
+)
 """Headers that the client sets itself."""
 
 
@@ -73,8 +81,8 @@ def checked_headers(what: str, headers: Mapping[str, str] | None) -> dict[str, s
             raise ConfigError(f"{what} holds {name!r}, which cannot be an HTTP header: use printable ASCII")
         if name.lower() == "authorization":
             raise ConfigError(f"{what} holds {name!r}: give the key as api_key=…, so that it is kept secret")
-        if name.lower() in _OWN:
-            raise ConfigError(f"{what} holds {name!r}, which a request sets by itself: leave it out")
+        if name.lower() in _CLIENT_HEADERS:
+            raise ConfigError(f"{what} holds {name!r}, which the client sets by itself: leave it out")
     return dict(headers or {})
 
 
@@ -98,23 +106,23 @@ class Connections:
             self._check_process()
             if self._client is None:
                 self._client = httpx.Client(**self._settings(bounded_http.bound))
-                finalize(self, self._client.close)  # one that is only dropped leaves its sockets open
+                finalize(self, self._client.close)  # httpx does not close the sockets of a dropped client
             return self._client
 
     async def of_loop(self) -> httpx.AsyncClient:
-        """The client of the running event loop, which closes it at its end, with its asynchronous generators."""
-        loop, begun = asyncio.get_running_loop(), None
+        """The client of the running event loop. An asynchronous generator closes it when the loop shuts down."""
+        loop, closer = asyncio.get_running_loop(), None
         with self._lock:
             self._check_process()
             for closed in [each for each in self._loops if each.is_closed()]:
                 del self._loops[closed]
             if loop not in self._loops:
                 client = httpx.AsyncClient(**self._settings(bounded_http.abound))
-                begun = _closes(client)
-                self._loops[loop] = (client, begun)
+                closer = _close_on_exit(client)
+                self._loops[loop] = (client, closer)
             client, _ = self._loops[loop]
-        if begun is not None:
-            await anext(begun)
+        if closer is not None:
+            await anext(closer)
         return client
 
     def close(self) -> None:
@@ -143,7 +151,7 @@ class Connections:
         }
 
 
-async def _closes(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
+async def _close_on_exit(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
@@ -152,8 +160,7 @@ async def _closes(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
 
 _DATA, _DONE = "data: ", "[DONE]"
 END_SECONDS = 1.0
-"""Seconds to read what follows an answer in its response. A connection can only be used again if its response was read
-to the end."""
+"""Maximum time to read the end of a response after its answer. Only then can its connection be used again."""
 
 
 class _Lines:
@@ -186,9 +193,9 @@ async def _alines(response: Response) -> AsyncGenerator[str, None]:
 
 
 class RemoteStream(Iterator[Event]):
-    """The events of one answer. Closing or dropping it stops the answer, even if it was never iterated.
+    """The events of one answer. Closing or dropping it stops the answer, even before the first iteration.
 
-    `owner`: an object to keep alive, because its deletion would close the response's connection.
+    `owner`: kept alive, because its deletion would close the response's connection.
     """
 
     def __init__(self, response: Response, owner: object = None) -> None:
@@ -201,8 +208,8 @@ class RemoteStream(Iterator[Event]):
         try:
             for line in self._lines:
                 if (event := self._read.event(line)) is not None:
-                    if isinstance(event, FinishEvent):
-                        self.close()
+                    if self._read.over:
+                        self._read_rest()
                     return event
         except ResponseRefusedError as error:
             self.close()
@@ -216,6 +223,19 @@ class RemoteStream(Iterator[Event]):
             raise self._read.lost()
         raise StopIteration
 
+    def _read_rest(self) -> None:
+        """Read the response to its end, for at most `END_SECONDS`."""
+        timer = threading.Timer(END_SECONDS, _shut_down, (self._response,))
+        timer.daemon = True
+        timer.start()
+        try:
+            with suppress(TransportError):
+                for _ in self._lines:
+                    pass
+        finally:
+            timer.cancel()
+            self.close()
+
     def close(self) -> None:
         """Stop the answer."""
         self._read.over, self._lines = True, iter(())
@@ -223,6 +243,12 @@ class RemoteStream(Iterator[Event]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _shut_down(response: Response) -> None:
+    """Shut the connection down, which ends a read in another thread."""
+    with suppress(OSError, KeyError):  # closed already, or a transport without connections
+        response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
@@ -246,16 +272,14 @@ async def events_of(response: Response) -> AsyncGenerator[Event, None]:
 
 
 @contextmanager
-def understood(server: str) -> Iterator[None]:
-    """Raises `SpecFuseError` if what the server sent does not have SpecFuse's format."""
+def checked_format(server: str) -> Iterator[None]:
+    """Raises `SpecFuseError` if the server's data do not have SpecFuse's format."""
     try:
         yield
     except SpecFuseError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # pydantic's are ValueErrors
-        raise SpecFuseError(
-            f"{server} does not answer as a server of SpecFuse does ({type(error).__name__})"
-        ) from error
+        raise SpecFuseError(f"{server} does not answer like a SpecFuse server ({type(error).__name__})") from error
 
 
 class _EventReader:
@@ -269,7 +293,7 @@ class _EventReader:
         """The event in a line, None if there is none. Raises the error that a line contains."""
         if not line.startswith(_DATA) or line == _DATA + _DONE:
             return None
-        with understood("the server"):
+        with checked_format("the server"):
             return self._event(json.loads(line.removeprefix(_DATA)))
 
     def _event(self, data: Mapping[str, Any]) -> Event | None:
@@ -289,18 +313,24 @@ class _EventReader:
         return GenerationError(f"the server's response was refused: {error}", member=None, text=self.text)
 
     def lost(self) -> EngineClosedError:
-        return EngineClosedError("the server went away while it answered: try again", text=self.text)
+        return EngineClosedError("the connection to the server was lost during the answer: try again", text=self.text)
 
 
 LONGEST_SECONDS = 60.0
 """If a server asks for a longer wait than this (Retry-After), the request is not made again."""
-_LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""Exceptions that are retried. A timeout during an answer is not: the answer would take as long again."""
-_BUSY = (408, 429)
+_RETRIED_ERRORS = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.ReadError,
+    httpx.WriteError,
+    httpx.RemoteProtocolError,
+)
+"""Exceptions that are retried. A read timeout is not: the answer would take as long again."""
+_RETRIED_STATUSES = (408, 429)
 _backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
 
 
-def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
+def retry_settings(attempts: int, seconds: float | None = None) -> dict[str, Any]:
     """Settings of tenacity's `Retrying` and `AsyncRetrying`: at most `attempts` retries, none after `seconds`.
 
     The retried function returns a response. The result is the last response, or the last httpx error is raised.
@@ -309,7 +339,7 @@ def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
     return {
         "stop": stop if seconds is None else stop | stop_before_delay(seconds),
         "wait": _wait,
-        "retry": _may_be_asked_again,
+        "retry": _should_retry,
         "retry_error_callback": lambda state: state.outcome.result(),
     }
 
@@ -326,14 +356,14 @@ def retry_after(response: httpx.Response) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def _may_be_asked_again(state: RetryCallState) -> bool:
+def _should_retry(state: RetryCallState) -> bool:
     assert state.outcome is not None
     if (error := state.outcome.exception()) is not None:
-        return isinstance(error, _LOST)
+        return isinstance(error, _RETRIED_ERRORS)
     response = state.outcome.result()
     if response.headers.get("x-should-retry", "").lower() == "false":
         return False
-    busy = response.status_code in _BUSY or response.status_code >= 500
+    busy = response.status_code in _RETRIED_STATUSES or response.status_code >= 500
     return busy and (retry_after(response) or 0) <= LONGEST_SECONDS
 
 
@@ -345,22 +375,22 @@ def _wait(state: RetryCallState) -> float:
 
 KEY_ENV = "SPECFUSE_API_KEY"
 GRACE_SECONDS = 30.0
-"""Seconds after the timeout of an answer in which its server may still send."""
+"""Seconds after the timeout of an answer in which its server may still send data."""
 SILENT_SECONDS = 600.0
 """Maximum silence of a server if a call has no timeout."""
 _MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "max_concurrent")
 
 
 class RemoteEngine:
-    """One model of a server. Any number of threads and event loops may use it at once; connections are kept.
+    """One model of a server, for any number of threads and event loops. Connects on first use, and keeps connections.
 
-    `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: the
-    server's key; by default the environment variable SPECFUSE_API_KEY. `max_retries`: number of retries if the server
-    does not respond, is busy or fails; `headers` go with each request. Connects on first use.
+    `base_url`: the server's address, with or without "/v1". `model`: one of its models; the first, if None. `api_key`:
+    the server's key; by default the environment variable SPECFUSE_API_KEY. `max_retries`: number of retries if the
+    server does not respond, is busy or fails. `headers`: sent with each request.
 
-    Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` where no
-    server answers, `AuthenticationError` for a wrong key, `UnknownModelError` for a model that it does not know, and
-    otherwise what the engine raises in its own process.
+    Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` if no server
+    answers, `AuthenticationError` for a wrong key, `UnknownModelError` for an unknown model, and otherwise the errors
+    of a local engine.
     """
 
     def __init__(
@@ -384,12 +414,12 @@ class RemoteEngine:
             **key,
         }
         self._connections = Connections(self.base_url, sent_headers)
-        self._extra: Mapping[str, str] = {}
+        self._extra_headers: Mapping[str, str] = {}
 
-    def sending(self, headers: Mapping[str, str] | None) -> Self:
-        """The same model over the same connections, with more headers in each request. Raises `ConfigError`."""
+    def with_headers(self, headers: Mapping[str, str] | None) -> Self:
+        """The same model and connections, with more headers in each request. Raises `ConfigError`."""
         clone = copy(self)
-        clone._extra = {**self._extra, **checked_headers("extra_headers", headers)}
+        clone._extra_headers = {**self._extra_headers, **checked_headers("extra_headers", headers)}
         return clone
 
     def __repr__(self) -> str:
@@ -397,17 +427,17 @@ class RemoteEngine:
 
     @property
     def closed(self) -> bool:
-        """Always False: it connects again when it is used."""
+        """Always False: it reconnects on use."""
         return False
 
     @property
     def is_of_this_process(self) -> bool:
-        """Always True: after a fork it connects anew."""
+        """Always True: it reconnects after a fork."""
         return True
 
     @property
     def label(self) -> str:
-        """The model's name if known without a request; never an address, which is private."""
+        """The model's name if known without a request. It never contains the private address."""
         return str(self._model or self.known.get("id") or "specfuse")
 
     @property
@@ -417,7 +447,7 @@ class RemoteEngine:
 
     @property
     def max_concurrent(self) -> int:
-        """The most answers that run at once; the default of `EnsembleConfig` before the first request."""
+        """The server's `max_concurrent`; before the first request, the default of `EnsembleConfig`."""
         return int(self.known.get("max_concurrent", _MAX_CONCURRENT))
 
     @property
@@ -427,7 +457,7 @@ class RemoteEngine:
 
     @property
     def model(self) -> str:
-        """The model's name; asks the server if none was given."""
+        """The model's name, requested from the server if none was given."""
         return str(self.describe()["id"]) if self._model is None else self._model
 
     @property
@@ -437,17 +467,17 @@ class RemoteEngine:
         return limit
 
     def describe(self) -> Mapping[str, Any]:
-        """The server's description: id, members, reference, context_limit, max_concurrent, and who of them thinks."""
+        """The server's description: id, members, reference, thinking members, context_limit, max_concurrent."""
         if not self._described:
             path = "/v1/models" if self._model is None else f"/v1/models/{quote(self._model, safe='')}"
             listed = self._call("GET", path)
-            with understood(self.base_url):
+            with checked_format(self.base_url):
                 listed = listed["data"][0] if self._model is None else listed
                 self._described |= {"id": listed["id"], **listed["specfuse"]}
         return self._described
 
     def load(self, on_progress: object = None) -> Self:
-        """Ask the server for its description of the model. The server itself loads the members."""
+        """Request the server's description of the model. The server loads the members by itself."""
         self.describe()
         return self
 
@@ -477,24 +507,24 @@ class RemoteEngine:
         Closing the iterator stops the answer.
         """
         request = self._request(conversation_of(messages), params, options)
-        with self._reached():
-            response = self._sent(request, options.get("timeout"))
+        with self._transport_errors():
+            response = self._send(request, options.get("timeout"))
         if response.is_error:
-            raise _refusal(response)
+            raise _error_of(response)
         return RemoteStream(response, self._connections)
 
     async def astream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncIterator[Event]:
-        """`stream` without blocking the event loop; closing it or cancelling its task stops the answer."""
+        """`stream` without blocking the event loop. Closing it or cancelling its task stops the answer."""
         if self._model is None:
             await asyncio.to_thread(self.describe)
         request = self._request(conversation_of(messages), params, options)
-        with self._reached():
-            response = await self._asent(request, options.get("timeout"))
+        with self._transport_errors():
+            response = await self._asend(request, options.get("timeout"))
         async with aclosing(response):
             if response.is_error:
-                raise _refusal(response)
+                raise _error_of(response)
             async with aclosing(events_of(response)) as events:
                 async for event in events:
                     yield event
@@ -513,25 +543,25 @@ class RemoteEngine:
         whole = None if seconds is None else seconds + GRACE_SECONDS
         timeout = httpx.Timeout(bounded_http.CONNECT_SECONDS, read=SILENT_SECONDS if whole is None else whole)
         bounds = {bounded_http.SECONDS: whole}
-        return self._built("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
+        return self._build("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        with self._reached():
-            response = self._sent(self._built(method, path, json=body))
+        with self._transport_errors():
+            response = self._send(self._build(method, path, json=body))
             response.read()
         if response.is_error:
-            raise _refusal(response)
-        with understood(self.base_url):
+            raise _error_of(response)
+        with checked_format(self.base_url):
             return response.json()
 
-    def _built(self, method: str, path: str, **content: Any) -> httpx.Request:
-        """A request. Raises `RequestError` if the content has no form in JSON, such as a schema with NaN in it."""
+    def _build(self, method: str, path: str, **content: Any) -> httpx.Request:
+        """A request. Raises `RequestError` if the content cannot be written as JSON, such as a schema with NaN."""
         try:
-            return self._connections.client().build_request(method, path, headers=self._extra, **content)
+            return self._connections.client().build_request(method, path, headers=self._extra_headers, **content)
         except ValueError as error:
-            raise RequestError(f"the request is no JSON: {error}") from error
+            raise RequestError(f"the request cannot be written as JSON: {error}") from error
 
-    def _sent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
+    def _send(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
         """The response to a request, with retries. The body is read only if the response is an error."""
 
         def send() -> httpx.Response:
@@ -540,9 +570,9 @@ class RemoteEngine:
                 response.read()
             return response
 
-        return Retrying(**again(self._max_retries, seconds))(send)
+        return Retrying(**retry_settings(self._max_retries, seconds))(send)
 
-    async def _asent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
+    async def _asend(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
         async def send() -> httpx.Response:
             client = await self._connections.of_loop()
             response = await client.send(request, stream=True)
@@ -550,10 +580,10 @@ class RemoteEngine:
                 await response.aread()
             return response
 
-        return await AsyncRetrying(**again(self._max_retries, seconds))(send)
+        return await AsyncRetrying(**retry_settings(self._max_retries, seconds))(send)
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _transport_errors(self) -> Iterator[None]:
         try:
             yield
         except ResponseRefusedError as error:
@@ -564,11 +594,11 @@ class RemoteEngine:
 
 
 def _key_for(base_url: str, api_key: str | None) -> str | None:
-    """The key that goes with every request. Raises `ConfigError` if it would cross a network unencrypted."""
+    """The key to send with every request. Raises `ConfigError` if it would cross a network unencrypted."""
     key = (os.environ.get(KEY_ENV, "") if api_key is None else api_key).strip()
     whose = f"that {KEY_ENV} holds" if api_key is None else "of api_key=…"
     if not (key.isprintable() and is_whole_text(key)):
-        raise ConfigError(f"the key {whose} holds what no header can: give it as the server has it, on one line")
+        raise ConfigError(f"the key {whose} cannot be sent in a header: give it as the server has it, on one line")
     if not key or is_private(base_url):
         return key or None
     raise ConfigError(
@@ -577,7 +607,7 @@ def _key_for(base_url: str, api_key: str | None) -> str | None:
     )
 
 
-def _refusal(response: httpx.Response) -> SpecFuseError:
+def _error_of(response: httpx.Response) -> SpecFuseError:
     """The error of a response, as the engine would have raised it."""
     try:
         error = response.json()["error"]
@@ -585,5 +615,5 @@ def _refusal(response: httpx.Response) -> SpecFuseError:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return SpecFuseError(f"{response.url.host} answers {response.status_code}: this is not a SpecFuse server")
     if response.status_code == 401:
-        return AuthenticationError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
+        return AuthenticationError(f"the server needs a key, or got a wrong one: give api_key=…, or set {KEY_ENV}")
     return refused

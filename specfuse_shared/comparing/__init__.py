@@ -1,4 +1,4 @@
-"""Is an ensemble better than its best member, on these questions? Answers, points, intervals, a verdict, a report."""
+"""Compares an ensemble with its best member on questions: answers, points, intervals, a verdict, a report."""
 
 from specfuse_shared.comparing.combinations import Combination, Suggestion
 from specfuse_shared.comparing.comparison import Comparison, compare

@@ -1,10 +1,9 @@
 """Suggests members to combine, from their answers alone, before any ensemble runs.
 
-An ensemble can gain where another member is right and the best one is not; it loses where others outvote a right best
-one. Both are counted for each pair and trio. The result of an actual ensemble is unknown before it runs: the
-prediction is a rule of thumb for ranking sets of members. A member is followed as often as its vote counts, and of what
-the best answer to a question has above that, a share (`WON`) is won. Answers that are right by guessing are not won: a
-vote cannot recognise them.
+An ensemble can gain where another member is right and the best one is wrong. It loses where others outvote a best
+member that is right. Both are counted for each pair and trio. The prediction is a rule of thumb for ranking sets of
+members: the mean of the members, weighted by their votes, plus a share (`WON`) of the best answer's points above it.
+Answers that are right by guessing do not count as the best answer, because a vote cannot recognise them.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from specfuse_shared.comparing.intervals import Interval, difference
 from specfuse_shared.comparing.verdict import FAR, FEWEST_ROWS
 
 LARGEST = 3
-"""Members of the sets that are looked at."""
+"""Maximum number of members in a set."""
 MAX_LISTED = 20
-"""Maximum number of reported sets. Many members have hundreds, and most are of no use."""
+"""Maximum number of reported sets."""
 WON = 1 / 3
-"""Of what the best answer to a question has above the mean of all answers by the weights of their votes, this share is
-predicted to be won: of two members with equal votes of which one is right, it is followed in two of three cases."""
+"""The predicted gain, as a share of the best answer's points above the weighted mean of all answers. Of two members
+with equal votes of which one is right, the right one is then followed in two of three cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beforehand:
-    """What is known of members and questions before the answers.
+    """Facts about members and questions that are known before they answer.
 
     Attributes:
         votes: Member → first weight of its vote; equal if empty.
-        guessed: For each question, the points that a blind guess has on average (100 ÷ number of choices); 0 if it
-            cannot be guessed. Empty: no question can.
+        guessed: For each question, the mean points of a blind guess (100 ÷ number of choices); 0 if it cannot be
+            guessed. Empty if no question can.
     """
 
     votes: Mapping[str, float] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Combination:
 
     @property
     def is_far(self) -> bool:
-        """Whether members are so far apart that no gain of an ensemble is known."""
+        """Whether the members are so far apart that no gain has been published."""
         return self.gap.mean > FAR
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,8 +116,8 @@ class Suggestion:
     def warnings(self) -> tuple[str, ...]:
         """Sets whose members are far apart."""
         return tuple(
-            f"{' + '.join(each.members)}: members are {each.gap.mean:.1f} points apart; beyond {FAR:.0f} others found "
-            f"losses"
+            f"{' + '.join(each.members)}: members are {each.gap.mean:.1f} points apart; published ensembles lost "
+            f"beyond {FAR:.0f}"
             for each in self.combinations
             if each.is_far
         )
@@ -142,7 +141,7 @@ class Suggestion:
 def suggestion_of(
     points: Mapping[str, Sequence[float]], remarks: Sequence[str] = (), beforehand: Beforehand = _NOTHING
 ) -> Suggestion:
-    """From the points of each member, question by question."""
+    """The suggestion, from each member's points per question."""
     means = {name: float(np.mean(each)) for name, each in points.items()}
     best = points[max(means, key=lambda name: means[name])]
     sizes = range(2, min(LARGEST, len(points)) + 1)
@@ -157,7 +156,7 @@ def combination_of(
     best_of_all: Sequence[float] | None = None,
     beforehand: Beforehand = _NOTHING,
 ) -> Combination:
-    """From the points of its members, question by question; `best_of_all`: the points of the best member of all."""
+    """The combination, from each member's points per question. `best_of_all`: the points of the best of all members."""
     together, names = _together(points), list(points)
     order = np.argsort(-together.mean(axis=1), kind="stable")
     best, worst, predicted = together[order[0]], together[order[-1]], _predicted(points, beforehand)
@@ -188,10 +187,10 @@ def _predicted(points: Mapping[str, Sequence[float]], beforehand: Beforehand) ->
 
 
 def _known(together: NDArray[np.float64], guessed: Sequence[float]) -> NDArray[np.float64]:
-    """The share (members, questions) of each member's points that is known and not guessed.
+    """The share (members, questions) of each member's points that it knows rather than guesses.
 
-    A member that knows a share k of the answers and guesses the others has k + (1 - k) · g of the points, if a guess
-    has g. Of its points, k are known.
+    If a guess has g points, a member that knows a share k of the answers has k + (1 - k) · g points. Of these, k are
+    known.
     """
     share = np.ones_like(together)
     for chance in {each for each in guessed if each}:

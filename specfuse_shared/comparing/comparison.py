@@ -18,7 +18,7 @@ from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, EvalRun, MakeE
 from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
-from specfuse_shared.comparing.verdict import Point, Verdict, judged
+from specfuse_shared.comparing.verdict import Point, Verdict, verdict_on
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.loading.ensembles import Models, config_of
@@ -26,7 +26,7 @@ from specfuse_shared.policies import first_weights
 from specfuse_shared.validation import check
 
 LEAST_ANSWERED = 0.5
-"""Who has answered less than this share of the questions is left out, so that the others keep theirs."""
+"""A system that has answered less than this share of the questions is left out, so that the others keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Comparison:
     @cached_property
     def verdict(self) -> Verdict:
         """The conclusions with their intervals, and the limits of the rows."""
-        return judged(self)
+        return verdict_on(self)
 
     def _suggested(self, column: Column) -> dict[str, Any] | None:
         """Statistics of the members' answers alone; None for a single member."""
@@ -90,7 +90,7 @@ class Comparison:
         return combination_of(points, beforehand=beforehand).to_dict()
 
     def without(self, member: str) -> str | None:
-        """The asker without this member; None if there was none."""
+        """The name of the ensemble without this member; None if it was not asked."""
         rest = [name for name in self.members if name != member]
         if len(self.members) == 2:
             return rest[0]
@@ -116,8 +116,7 @@ class Comparison:
         return replace(self, votes=tally, remarks=(*self.remarks, remark) if remaining else self.remarks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: verdict, means, differences, habits and costs, without the answers, which are in the run's
-        file."""
+        """Plain JSON: verdict, means, differences, habits and costs. The answers are in the run's file."""
         return {
             "verdict": asdict(self.verdict),
             "questions": len(self.questions),
@@ -221,7 +220,7 @@ def beforehand_of(config: EnsembleConfig, sizes: Mapping[str, int], questions: S
 def question_set(
     questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None,
 ) -> QuestionSet:
-    """The questions that were named, given, or come with this package. Raises `ConfigError`."""
+    """The questions of a file, of the argument, or of this package. Raises `ConfigError`."""
     if questions is None:
         return own_questions()
     if isinstance(questions, QuestionSet):
@@ -236,7 +235,7 @@ def compared(asking: EvalRun, questions: QuestionSet) -> Comparison:
     answers, complete, missing = enough_answers(asking)
     remarks = [*questions.remarks, *missing]
     if ENSEMBLE not in (a.name for a in complete) or not any(a.is_member for a in complete):
-        raise SpecFuseError(f"too few answers came to compare anything: {'; '.join(remarks)}")
+        raise SpecFuseError(f"too few answers to compare: {'; '.join(remarks)}")
     rows = rows_of_all(asking, answers, complete, remarks)
     return Comparison(
         questions=tuple(rows),
@@ -261,17 +260,17 @@ def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[
 def rows_of_all(
     asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[Asker], remarks: list[str]
 ) -> list[Question]:
-    """The questions that all of them have answered; a remark is added on others. Raises `SpecFuseError` for none."""
+    """The questions that all systems have answered. Others add a remark. Raises `SpecFuseError` if there are none."""
     rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in complete)]
     if not rows:
         raise SpecFuseError(f"there is no question that all have answered: {'; '.join(remarks)}")
     if len(rows) < len(asking.questions):
-        remarks.append(f"{len(asking.questions) - len(rows)} of {len(asking.questions)} questions are left out of it")
+        remarks.append(f"{len(asking.questions) - len(rows)} of {len(asking.questions)} questions are left out")
     return rows
 
 
 def _missing(asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[Asker]) -> list[str]:
-    """Who could not answer how many questions, and the first reason."""
+    """A remark for each system without all answers, with the first reason."""
     remarks = []
     for asker in asking.askers:
         missing = len(asking.questions) - len(answers[asker.name])
@@ -285,7 +284,7 @@ def _missing(asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], compl
 
 
 def _faults(answers: Mapping[str, Mapping[str, Answer]]) -> list[str]:
-    """Members that left answers of an ensemble because they failed: those answers are of the others."""
+    """A remark for each member that failed and left answers of an ensemble to the others."""
     remarks = []
     for name, of_asker in answers.items():
         failed = [member for answer in of_asker.values() for member in answer.faults]

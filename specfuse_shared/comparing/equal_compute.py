@@ -1,8 +1,8 @@
 """The best member alone at the ensemble's cost: the same compute, or the same number of seconds.
 
-The best member is asked several times, and its samples vote. How often is counted, not guessed: compute is
-2 · parameters · tokens that went through a model, as the engine counted them, and seconds were measured. A prompt
-counts once a model, as samples share it.
+The best member is sampled several times, and its samples vote. The number of samples follows from counts and
+measurements: compute is 2 · parameters · tokens that went through a model, and seconds are measured. A prompt counts
+once per model, because samples share it.
 
 The choice among a member's samples uses only the member's own output, no references.
 """
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def chosen(question: Question, samples: Sequence[Answer]) -> Answer:
-    """The most frequent final answer (letter, number, few words); of as frequent ones that with the highest mean log p.
+    """The most frequent final answer (letter, number, few words). The highest mean log p per token breaks ties.
 
-    Where answers cannot be counted, the sample of which the member itself is most certain: mean log p a token.
+    For answers that cannot be counted, the sample with the highest mean log p per token.
     """
     alike: dict[str, list[Answer]] = defaultdict(list)
     for sample in samples:
@@ -45,19 +45,19 @@ def chosen(question: Question, samples: Sequence[Answer]) -> Answer:
 
 
 def best_by_references(question: Question, samples: Sequence[Answer]) -> Answer:
-    """The sample with the most points: a ceiling, as choosing it takes the references."""
+    """The sample with the most points: a ceiling, because this choice needs the references."""
     return max(samples, key=lambda sample: next(iter(score(question, sample.text).values())))
 
 
 def certainty(sample: Answer) -> float:
-    """Mean log p of a token; nothing is less certain than an empty answer."""
+    """Mean log p per token; minus infinity for an empty answer."""
     return -math.inf if sample.logprob is None else sample.logprob
 
 
 Choose = Callable[[Question, Sequence[Answer]], Answer]
 NO_REFERENCES = "no question has references, so better answers cannot be identified"
 NOT_TIMED = "the ensemble and the best member were not timed on the same question (--timed)"
-NOT_COUNTED = "answers of this run were kept before their work was counted: begin another one (--run)"
+NOT_COUNTED = "an earlier version stored answers in this run's file without counting compute: use another file (--run)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def with_equal_compute(comparison: Comparison, config: EnsembleConfig, sampler: 
 
 class _Sampled:
     """The questions that can be scored, and the member that is sampled for each: the best one of its group, or of all
-    questions where the group is too small to say."""
+    questions if the group is too small."""
 
     def __init__(self, comparison: Comparison, config: EnsembleConfig, sampler: Sampler) -> None:
         whole = comparison.columns[ALL]
@@ -153,11 +153,11 @@ class _Sampled:
     # ── how many ─────────────────────────────────────────────────────────────────────────────────
 
     def _count_by_compute(self) -> dict[str, float]:
-        """Group → samples that the ensemble's compute pays for; empty where that is not known."""
+        """Group → samples that the ensemble's compute allows; empty if unknown."""
         unknown = [name for name in self._config.names if not self._comparison.sizes.get(name)]
         paid = {} if unknown else {group: self._paid(group) for group in self._members}
         if unknown:
-            self._untold["compute"] = f"how many parameters {', '.join(unknown)} has is not known"
+            self._untold["compute"] = f"the number of parameters of {', '.join(unknown)} is unknown"
         elif any(each is None for each in paid.values()):
             self._untold["compute"] = NOT_COUNTED
         else:
@@ -186,7 +186,7 @@ class _Sampled:
         return [Timed(self._alone(q), q, counts.get(str(q.group), 1), self._ours(q).seconds) for q in both]
 
     def _count_by_seconds(self, timed: Sequence[Timed]) -> None:
-        """How many samples, asked together, take as long as the ensemble's answer: the mean of the timed questions."""
+        """The number of concurrent samples that take as long as the ensemble's answer: the mean of timed questions."""
         counts = []
         for row in timed:
             times = self._times(row)
@@ -198,11 +198,11 @@ class _Sampled:
             self._untold["seconds"] = "; ".join(self._sampler.failures.values()) or NOT_TIMED
 
     def _times(self, row: Timed) -> dict[int, float]:
-        """How many samples → the seconds that they take; one is the greedy answer."""
+        """Number of samples → their seconds; one is the greedy answer."""
         return {1: self._greedy(row.question).seconds, **self._sampler.times(row)}
 
     def _rounded(self, paid: float) -> int:
-        """Upwards, which favours the member."""
+        """The number of samples, rounded up, which favours the member."""
         return max(1, math.ceil(min(paid, self._sampler.sampling.most)))
 
     # ── columns ──────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +242,7 @@ class _Sampled:
         return self._sampler.samples(Wanted(self._alone(question), question, count))
 
     def _missing(self, counts: Mapping[str, int]) -> str:
-        """How many samples are missing, and why; empty where all are there."""
+        """The number of missing samples and the reason; empty if there are none."""
         expected = sum(counts[str(question.group)] for question in self._questions)
         there = sum(len(self._of(question, counts)) for question in self._questions)
         reason = "; ".join(f"{name}: {why}" for name, why in self._sampler.failures.items())
@@ -263,7 +263,7 @@ class _Sampled:
 
 
 def _with_work(answer: Answer, samples: Sequence[Answer], seconds: float | None) -> Answer:
-    """A chosen sample that costs what all of them cost; its first words come when the last sample is there."""
+    """A chosen sample with the cost of all samples. Its first words come when the last sample has ended."""
     work = tuple((who, read, sum(s.work[n][2] for s in samples)) for n, (who, read, _) in enumerate(samples[0].work))
     forwards = sum(sample.forwards for sample in samples)
     took = seconds or 0.0

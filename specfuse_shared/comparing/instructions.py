@@ -1,7 +1,7 @@
 """The verifiable instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911), checked from their description.
 
-`lm-eval` has the original checks too, but brings a harness and fetches sentence models when it is imported. Here a
-sentence ends at a full stop, question or exclamation mark, and a word is a run of letters, digits and apostrophes.
+`lm-eval` has the original checks, but includes a harness and downloads sentence models at import. Here a sentence ends
+at a full stop, question or exclamation mark, and a word is a run of letters, digits and apostrophes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _is_language(text: str, language: str) -> bool:
     detector.DetectorFactory.seed = 0
     try:
         return bool(detector.detect(text) == language)
-    except detector.LangDetectException:  # nothing in it but digits and marks
+    except detector.LangDetectException:  # only digits and punctuation
         return True
 
 

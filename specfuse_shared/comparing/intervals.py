@@ -1,4 +1,4 @@
-"""Differences with their intervals, and how small a difference the rows can show."""
+"""Differences with their intervals, and the smallest difference that the rows can show."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from specfuse_shared.comparing.libraries import library
 
 POWER = 0.8
-"""Chance of an interval of 95 % without zero that a difference has which "can be seen"."""
+"""A difference "can be shown" if its 95 % interval excludes zero in this share of samples."""
 RESAMPLES = 10_000
 _AT_ONCE = 1 << 20
-"""Numbers drawn at a time: a resample of every row at once would take 80 MB a thousand rows."""
+"""Numbers drawn at a time: all resamples at once would take 80 MB per thousand rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Interval:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Mean of the paired differences and its 95 % bootstrap interval; of a single row, any difference may be."""
+    """Mean of the paired differences and its 95 % bootstrap interval, which is infinite for a single row."""
     gaps = np.subtract(ours, theirs)
     rows = len(gaps)
     if rows < 2:
@@ -68,8 +68,8 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def least_seen(gaps: Sequence[float] | NDArray[np.float64]) -> float:
-    """The true mean at which paired differences that spread like these have an interval (95 %) above zero in `POWER` of
-    all samples of this size: (z₀.₉₇₅ + z_POWER) · s / √n."""
+    """The true mean at which paired differences with this spread have a 95 % interval above zero in `POWER` of all
+    samples of this size: (z₀.₉₇₅ + z_POWER) · s / √n."""
     norm = library("scipy.stats").norm
     return float((norm.ppf(0.975) + norm.ppf(POWER)) * np.std(gaps, ddof=1) / np.sqrt(len(gaps)))
 

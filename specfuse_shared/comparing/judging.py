@@ -1,8 +1,8 @@
 """Members rate each other's answers, for questions without references.
 
 r_j(i) = Σ s·p_j(s | question, answers) / Σ p_j(s) for the marks s = 1 … 5, after LLM-PeerReview (arXiv 2512.23213). A
-judge reads all answers, in one order and in the other, and nothing is generated: the marks' probabilities are its own.
-Marks are standardised by judge. No member rates its own answer.
+judge reads all answers in both orders. Nothing is generated: only the probabilities of the marks are computed. Marks
+are standardised by judge. No member rates its own answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from specfuse_shared.errors import EngineClosedError, SpecFuseError
 
 MARKS = ("1", "2", "3", "4", "5")
 SMALL = 6.5e9
-"""Below this number of parameters no gain from marks is known: gains are known at 7 to 8 billion, and at 0.1 to 0.3
-marks carried no information (docs/experiments.md)."""
+"""Below this number of parameters, marks are not known to help: gains were published at 7 to 8 billion, and at 0.1 to
+0.3 billion marks carried no information (docs/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Ratings:
 
     @property
     def point(self) -> Point:
-        """The point of the verdict about it."""
+        """The ratings as a point of the verdict."""
         gap = f"{self.gap.mean:+.2f} [{self.gap.low:+.2f}, {self.gap.high:+.2f}]"
         parts = [f"the ensemble's answers are marked {gap} standard deviations higher than {self.to}'s"]
         if self.gap.rows < FEWEST_ROWS:
@@ -78,13 +78,13 @@ class Ratings:
             parts.append(f"marks agree with references on {share_text}, 50 % is chance{useless}")
         if self.small:
             names = ", ".join(self.small)
-            parts.append(f"such marks are known to help from about 7 billion parameters on: fewer have {names}")
+            parts.append(f"such marks are known to help from about 7 billion parameters on; smaller: {names}")
         return Point("Rated by members", "; ".join([*parts, *self.failures]) + ".")
 
 
 @dataclass(frozen=True, slots=True)
 class _Marking:
-    """A judge reads a question and the answers to it in one order; `texts` are different ones."""
+    """A judge reads a question and its answers in one order. `texts`: the different answers."""
 
     judge: EnsembleConfig
     question: Question
@@ -107,7 +107,7 @@ class _Marking:
 
 @dataclass(slots=True)
 class _Judging:
-    """One run of readings. What the run's file has is not asked again."""
+    """One run of readings. Those in the run's file are not repeated."""
 
     run: RunFile
     config: EnsembleConfig
@@ -146,7 +146,7 @@ class _Judging:
 
 
 def mark_of(logprobs: Sequence[float]) -> float:
-    """The mean of the marks, by their probabilities among each other."""
+    """The mean of the marks, weighted by their relative probabilities."""
     highest = max(logprobs)
     weights = [math.exp(value - highest) for value in logprobs]
     return sum(int(mark) * weight for mark, weight in zip(MARKS, weights, strict=True)) / sum(weights)
@@ -193,7 +193,7 @@ def _texts(comparison: Comparison, question: Question) -> list[str]:
 
 
 def _readings(comparison: Comparison, question: Question, judge: EnsembleConfig) -> Iterator[_Marking]:
-    """Of every answer that is not the judge's own, in both orders."""
+    """Readings of every answer that is not the judge's own, in both orders."""
     texts = _texts(comparison, question)
     judges_answer = comparison.answers.get(judge.names[0], {}).get(question.id)
     for text in texts if len(texts) > 1 else ():
@@ -235,7 +235,7 @@ def _by_question(ratings: Sequence[Rating]) -> dict[str, dict[str, dict[str, flo
 
 
 def _gap(ratings: Sequence[Rating], to: str) -> Interval:
-    """How much higher the ensemble is marked than a member, by judges of both; a question is a row."""
+    """The ensemble's advantage in marks over a member, by judges of both; a question is a row."""
     gaps = []
     for judges in _by_question(ratings).values():
         both = [marks[ENSEMBLE] - marks[to] for marks in judges.values() if ENSEMBLE in marks and to in marks]
@@ -245,7 +245,8 @@ def _gap(ratings: Sequence[Rating], to: str) -> Interval:
 
 
 def _agreed(comparison: Comparison, ratings: Sequence[Rating]) -> tuple[int, int]:
-    """Of pairs of answers with different points and marks, in how many the better one has the higher mark."""
+    """The number of pairs in which the better answer has the higher mark, and of pairs with different points and
+    marks."""
     if not comparison.columns:
         return 0, 0
     whole, agreed, pairs = comparison.columns[ALL], 0, 0

@@ -1,4 +1,4 @@
-"""The libraries of the extra "compare", imported where they are used, so that the engine needs none of them."""
+"""The libraries of the extra "compare", imported on use, so that the engine does not need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEEDED = ("langdetect", "llguidance", "nltk", "rouge_score", "scipy", "tomlkit")
 
 
 def library(name: str) -> Any:
-    """A module of the extra. Raises `MissingExtraError` where it is not installed."""
+    """A module of the extra. Raises `MissingExtraError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -22,7 +22,7 @@ def library(name: str) -> Any:
 
 
 def check_libraries() -> None:
-    """Raises `MissingExtraError` before any work, if one is not installed."""
+    """Raises `MissingExtraError` if one of the libraries is not installed."""
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
             raise MissingExtraError("comparing answers", "compare")

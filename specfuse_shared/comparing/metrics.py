@@ -26,13 +26,13 @@ LABELS = {
     "right": "right choice",
     "followed": "followed",
 }
-"""Metric → what people call it. The first metric of a question is the one that counts in a verdict."""
+"""Metric → its label. The first metric of a question is its main one, which counts in the verdict."""
 _NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)")
 _LATIN_SHARE = 0.9
 
 
 def score(question: Question, answer: str) -> dict[str, float]:
-    """Every metric of the question, 0 to 100, the one that counts first; none where nothing is known of a good answer.
+    """Every metric of the question, 0 to 100, the main one first; empty for open questions.
 
     An empty answer scores 0.
     """
@@ -42,7 +42,7 @@ def score(question: Question, answer: str) -> dict[str, float]:
 
 
 def number_in(text: str, *, whole: bool = False) -> float | None:
-    """The last number of a text, with commas between thousands alone; `whole`: the text is nothing else."""
+    """The last number of a text; commas may only separate thousands. `whole`: the text is nothing else."""
     text = text.replace("\u2212", "-")
     numbers = _NUMBER.findall(text)
     if not numbers or (whole and numbers[-1].strip() != text.strip().removesuffix(".")):
@@ -51,7 +51,7 @@ def number_in(text: str, *, whole: bool = False) -> float | None:
 
 
 def final_answer(question: Question, text: str) -> str | None:
-    """The final answer without its wording: its letter, its number, or its plain words.
+    """The final answer in a normal form: its letter, its number, or its plain words.
 
     None if it has none, and for kinds of answers that cannot be counted ("text", "instructions", "open").
     """
@@ -73,13 +73,13 @@ def letter_in(text: str) -> str | None:
 
 
 def agreement(first: str, second: str) -> float:
-    """How much two answers have in common: F1 of their words, 0 to 100."""
+    """The overlap of two answers: F1 of their words, 0 to 100."""
     one, two = plain_words(first), plain_words(second)
     return 100.0 if one == two else 100.0 * _f1(one, two)
 
 
 def is_looping(answer: str) -> bool:
-    """Whether the answer contains a line (of three words or more) three times, or ends with one stretch three times."""
+    """Whether the answer contains a line of three or more words three times, or ends with a span three times."""
     lines = (line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
     return any_thrice(lines) or ends_in_loop(answer.split())
 
@@ -103,7 +103,7 @@ def _bare_words(text: str) -> list[str]:
 
 
 def _text(question: Question, answer: str) -> dict[str, float]:
-    """ROUGE-L (Lin 2004) knows the letters a to z alone: other writing is compared by chrF (Popović 2015)."""
+    """ROUGE-L (Lin 2004), or chrF (Popović 2015) for other letters than a to z, which ROUGE-L ignores."""
     transliterated = _in_other_letters(question.references)
     compared = _chrf if transliterated else _rouge
     return {
@@ -141,7 +141,7 @@ def _short(question: Question, answer: str) -> dict[str, float]:
 
 
 def _compared_words(answer: str, reference: str) -> tuple[list[str], list[str]]:
-    """Words of both; a reference of nothing but articles or marks ("A", "!") keeps them."""
+    """The words of both. A reference that consists of articles or punctuation ("A", "!") keeps them."""
     for read in (plain_words, _bare_words):
         if expected := read(reference):
             return read(answer), expected
@@ -160,7 +160,7 @@ def _f1(answered: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def _number(question: Question, answer: str) -> dict[str, float]:
-    """Whether the last number of the answer is one that is wanted."""
+    """Whether the last number of the answer is a reference."""
     number, expected = number_in(answer), [number_in(text) for text in question.references]
     return {"exact": float(number is not None and any(w is not None and abs(number - w) < 1e-6 for w in expected))}
 

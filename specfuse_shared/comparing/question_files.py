@@ -1,6 +1,6 @@
-"""Files of questions: text (a question a line), CSV or TSV with a header, and JSON lines.
+"""Files of questions: text (one question per line), CSV or TSV with a header, and JSON lines.
 
-A row that cannot be asked is left out and said; the others are kept.
+Invalid rows are skipped, with a remark.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {
     "group": ("group",),
     "max_tokens": ("max_tokens",),
 }
-"""Field of a `Question` → what a column may be called."""
+"""Field of a `Question` → accepted column names."""
 LISTS = ("references", "choices")
 BETWEEN = "|"
 """Separates several references or choices in a cell."""
@@ -64,7 +64,7 @@ def read_questions(path: str | Path) -> QuestionSet:
     """Questions of a file.
 
     Args:
-        path: A `.txt` file (one question a line), or a `.csv`, `.tsv` or `.jsonl` file with columns.
+        path: A `.txt` file (one question per line), or a `.csv`, `.tsv` or `.jsonl` file with columns.
 
     Returns:
         The questions, with remarks about ignored columns and rows.
@@ -162,7 +162,7 @@ def _question(row: Mapping[str, Any]) -> Question:
     if isinstance(answer, Mapping) and isinstance(answer.get("text"), list):  # as SQuAD has them
         values["references"] = answer["text"]
     texts = choices if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) else []
-    if type(answer) is int and 0 <= answer < len(texts):  # a number among numbers is the choice itself
+    if type(answer) is int and 0 <= answer < len(texts):  # the index of a choice, unless choices are numbers
         values["references"] = [texts[answer]]
     return Question(**{"text": "", **values})
 
@@ -196,9 +196,9 @@ def _json_rows(text: str) -> Rows:
         try:
             row = parsed_json(line)
         except ValueError as error:
-            yield f"line {n}", f"it is no JSON ({error})"
+            yield f"line {n}", f"it is not JSON ({error})"
             continue
-        yield f"line {n}", row if isinstance(row, Mapping) else "it is no JSON object"
+        yield f"line {n}", row if isinstance(row, Mapping) else "it is not a JSON object"
 
 
 def _table(text: str, delimiter: str | None = None) -> Rows:

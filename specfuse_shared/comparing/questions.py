@@ -1,4 +1,4 @@
-"""What is asked: questions with or without references, passages, choices and instructions that can be checked."""
+"""Questions with optional references, passages, choices and verifiable instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.validation import Settings, check, check_choice
 
 MOST_TOKENS = {"open": 160, "short": 32, "text": 128, "number": 128, "choice": 8, "instructions": 160}
-"""Kind → longest answer, unless the question says otherwise."""
+"""Kind → default of `max_tokens`."""
 KINDS = tuple(MOST_TOKENS)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FEW_WORDS = 6
@@ -33,7 +33,7 @@ class Question(Settings):
     text: str
     """The question itself."""
     id: str = ""
-    """Its name in records; a number if unset."""
+    """Name of the question in records; a number if unset."""
     references: Sequence[str] = ()
     """Good answers; for a choice, the right one."""
     passage: str = ""
@@ -103,7 +103,7 @@ class Question(Settings):
 
     @property
     def letter(self) -> str:
-        """Of the right choice."""
+        """The letter of the right choice."""
         return LETTERS[self.choices.index(self.references[0])]
 
     @property
@@ -120,7 +120,7 @@ class Question(Settings):
         return "\n\n".join(part for part in parts if part)
 
     def params(self, max_tokens: int | None = None) -> SamplingParams:
-        """Greedy; a choice is held to its letters."""
+        """Greedy decoding; for choices with a grammar of their letters."""
         grammar = Grammar.choice(list(LETTERS[: len(self.choices)])) if self.kind == "choice" else None
         limit = MOST_TOKENS[self.kind or "open"]
         longest = self.max_tokens or (max(max_tokens, limit) if max_tokens and grammar else max_tokens) or limit
@@ -128,7 +128,7 @@ class Question(Settings):
 
 
 def numbered(questions: Sequence[Question]) -> tuple[list[Question], list[str]]:
-    """The questions with one id each and without duplicates; and remarks about changes."""
+    """The questions with unique ids and without duplicates, and remarks about changes."""
     by_id: dict[str, Question] = {}
     first_text: dict[str, str] = {}
     remarks: list[str] = []

@@ -1,4 +1,4 @@
-"""Scores of the answers: a column for each group of questions and metric, and every system against the best member."""
+"""Scores of the answers: a column for each group of questions and metric, with differences to the best member."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.run_file import Answer
 
 ALL = "all"
-"""The column in which each question counts with the metric of its kind that counts first."""
+"""The column of all questions, each with its main metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def columns_of(
 
 
 def mains_of(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Group → its column of the metric that counts."""
+    """Group → the column of its main metric."""
     mains: dict[str, Column] = {}
     for column in columns.values():
         if column.metric:
@@ -134,7 +134,7 @@ def cost_of(answers: Mapping[str, Answer], weight_bytes: int, sizes: Mapping[str
 def flop_of(answer: Answer, sizes: Mapping[str, int]) -> float | None:
     """Cost of an answer's matrix products: 2 · parameters · tokens. None if unknown.
 
-    A prompt counts once a model, also where an earlier answer has left it in a cache.
+    A prompt counts once per model, even if it was in a cache.
     """
     if not answer.work or not all(sizes.get(name) for name, _, _ in answer.work):
         return None
@@ -142,7 +142,7 @@ def flop_of(answer: Answer, sizes: Mapping[str, int]) -> float | None:
 
 
 def flop_text(value: float | None) -> str:
-    """In a unit that fits."""
+    """The number with a suitable unit."""
     if value is None:
         return "–"
     units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
@@ -151,7 +151,7 @@ def flop_text(value: float | None) -> str:
 
 
 def agreement_of(answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]) -> dict[str, float]:
-    """Question → how much the members' answers have in common, the mean of all pairs, 0 to 100."""
+    """Question → overlap of the members' answers, the mean of all pairs, 0 to 100."""
     if len(members) < 2:
         return {}
     rows = answers[members[0]]

@@ -1,4 +1,4 @@
-"""Ask each member alone, and say which of them to put together."""
+"""Ask each member alone, and suggest which of them to combine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def suggest(
     answers, complete, notes = enough_answers(asking)
     remarks = [*question_list.remarks, *notes]
     if len(complete) < 2:
-        raise SpecFuseError(f"too few answers came to suggest anything: {'; '.join(remarks)}")
+        raise SpecFuseError(f"too few answers for a suggestion: {'; '.join(remarks)}")
     rows = rows_of_all(asking, answers, complete, remarks)
     names = [asker.name for asker in complete]
     column = columns_of(rows, {name: answers[name] for name in names}, names)[ALL]

@@ -1,6 +1,6 @@
-"""Weights of votes, and members that should leave: chosen on half of the questions, confirmed on the other half.
+"""Chooses vote weights and `exit` on half of the questions, and confirms them on the other half.
 
-An ensemble is written into a configuration file (TOML), added to its contents, with the reason in a comment.
+The tuned ensemble is added to a configuration file (TOML), with the reason in a comment.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _POLICIES = ("score", "aggregate", "feedback", "exit")
 
 
 def check_writable_config(config: EnsembleConfig) -> None:
-    """Raises `ConfigError` for an ensemble that no file can hold."""
+    """Raises `ConfigError` for an ensemble that cannot be written to a file."""
     for name in _POLICIES:
         if not isinstance(getattr(config, name), str):
-            raise ConfigError(f"EnsembleConfig.{name} is an object, which no file can hold: set it by name")
+            raise ConfigError(f"EnsembleConfig.{name} is an object, which a file cannot contain: set it by name")
 
 
 def check_config_file(file: Path) -> None:
-    """Raises `ConfigError` for a file of something else, which is not touched."""
+    """Raises `ConfigError` for an existing file that is not a configuration. Leaves it unchanged."""
     if file.exists():
         try:
             tables_of({"ensembles": {"": {}}, **read_toml(file)})
@@ -49,13 +49,13 @@ def check_config_file(file: Path) -> None:
             raise ConfigError(f"{file} is no configuration file: {error}") from error
         toml = library("tomlkit")
         if isinstance(toml.parse(file.read_text("utf-8-sig")).get("ensembles"), toml.items.InlineTable):
-            raise ConfigError(f"{file} has its ensembles in one line: write a table [ensembles.NAME] for each")
+            raise ConfigError(f"{file} has `ensembles` as an inline table: write a table [ensembles.NAME] for each")
 
 
 def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[str] = ()) -> None:
-    """Write `[ensembles.NAME]` into a TOML file, in place of an older one; the rest stays. `why`: lines of a comment.
+    """Add or replace `[ensembles.NAME]` in a TOML file, and keep the rest. `why`: lines of a comment.
 
-    Raises `ConfigError` for an ensemble or file that cannot be used, `SpecFuseError` if the file cannot be written.
+    Raises `ConfigError` for an unsuitable ensemble or file, `SpecFuseError` if the file cannot be written.
     """
     check_writable_config(config)
     check_config_file(file)
@@ -72,12 +72,12 @@ def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[
     ensembles[name] = table
     text = toml.dumps(document)
     if ensemble_of_table(name, toml.parse(text).unwrap()["ensembles"][name]) != config:
-        raise ConfigError(f"the ensemble {name!r} reads back as another one: write it by hand")
+        raise ConfigError(f"the ensemble {name!r} would not read back the same: write it by hand")
     _replace(file, text)
 
 
 def table_of_ensemble(config: EnsembleConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults, as a table of a file has them."""
+    """The settings that differ from their defaults, as a TOML table."""
     settings = plain_config(config)
     if "feedback_limit" in settings and settings["feedback_limit"] is None:
         settings["feedback_limit"] = math.inf  # TOML has no None, and reads this as one
@@ -91,14 +91,14 @@ def _table_of_member(member: MemberConfig) -> Mapping[str, Any]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Written whole or not at all."""
+    """Write the file atomically."""
     name = None
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as fresh:
             name = fresh.name
             fresh.write(text)
         os.chmod(name, file.stat().st_mode if file.exists() else 0o644)
-        os.replace(name, file)  # on Windows an editor that has it open keeps it
+        os.replace(name, file)  # fails on Windows while an editor has the file open
     except OSError as error:
         if name is not None:
             Path(name).unlink(missing_ok=True)
@@ -106,8 +106,8 @@ def _replace(file: Path, text: str) -> None:
 
 
 STEPS = (2.0, 8.0)
-"""Factors for each member's weight. If the first brings no improvement, the next is tried; after an improvement it
-grows as long as the result improves, up to the last."""
+"""Factors for each member's weight. The next one is tried if the first improves nothing. After an improvement, the
+weight is doubled as long as the result improves, up to the last factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class Tuned:
 
     @property
     def point(self) -> Point:
-        """The point of the verdict about it."""
+        """The result as a point of the verdict."""
         if not self.change:
-            return Point("Tuned", f"nothing is better than the settings as they are, of {self.tried} that were tried.")
+            return Point("Tuned", f"none of {self.tried} settings is better than the current ones.")
         sentence = f"{self.change} gives {self.gain} points on the {self.gain.rows} questions that did not choose it"
         chosen = f"{self.chosen.mean:+.1f} on the {self.chosen.rows} that did, of {self.tried} settings tried"
         caveat = "" if self.gained else ": no gain is shown"
@@ -178,8 +178,8 @@ def tune(
 
 
 def tunable(config: EnsembleConfig, asked: QuestionSet) -> tuple[list[Question], list[Question]]:
-    """The halves of the questions that can be scored. Raises `ConfigError` where they are too few to confirm anything,
-    or the ensemble could not be written to a file."""
+    """The halves of the questions that can be scored. Raises `ConfigError` if they are too few to confirm anything, or
+    if the ensemble cannot be written to a file."""
     check(len(config.names) > 1, "tuning takes two members or more")
     check_writable_config(config)
     scored = [question for question in asked.questions if question.scored]
@@ -193,7 +193,7 @@ def tunable(config: EnsembleConfig, asked: QuestionSet) -> tuple[list[Question],
 
 
 def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
-    """Two halves, alike in their groups; questions over the same passage are in the same one."""
+    """Two halves with similar groups. Questions on the same passage are in the same half."""
     clusters: dict[tuple[str, str], list[Question]] = defaultdict(list)
     for question in questions:
         clusters[question.group or "", question.passage or question.id].append(question)
@@ -209,7 +209,7 @@ def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question
 
 @dataclass(frozen=True, slots=True)
 class _Tuning:
-    """How questions are asked while settings are chosen."""
+    """The points of settings, with answers stored in the run's file."""
 
     run: RunFile
     max_tokens: int | None
@@ -217,7 +217,7 @@ class _Tuning:
     make_engine: MakeEngine | None
 
     def points(self, askers: Sequence[Asker], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
-        """Asker → question → points by the metric that counts first. What fails is missing."""
+        """Asker → question → points by the main metric. Failed answers are missing."""
         asking = EvalRun(
             askers,
             questions,
@@ -236,7 +236,7 @@ class _Tuning:
 
 
 def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> tuple[EnsembleConfig, int]:
-    """Equal votes, then each member heavier, then whether members may leave; the best on these questions."""
+    """The best settings on these questions: tries equal votes, then a heavier vote for each member, then `exit`."""
     best, mean, tried = config, _mean(config, questions, tuning), 1
 
     def attempt(candidate: EnsembleConfig) -> bool:
@@ -248,12 +248,12 @@ def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuni
             best, mean = candidate, score
         return better
 
-    if config.first_weights != "equal":  # a small member that knows more is else heard too late, if at all
+    if config.first_weights != "equal":  # a better small member may need more than the factors below
         attempt(replace(config, first_weights="equal"))
     base, better = best, list[str]()
     for step in STEPS:
         better = better or [name for name in config.names if attempt(_heavier(base, name, step))]
-    while better and _spread(best) < STEPS[-1]:  # the last one is in `best`: further the same way, as long as it helps
+    while better and _spread(best) < STEPS[-1]:  # continue with the last improvement, which is in `best`
         if not attempt(_heavier(best, better[-1], STEPS[0])):
             break
     if best.exit == "never":
@@ -295,7 +295,7 @@ def _confirmed(
     rival = max(members, key=lambda m: statistics.mean(ours[m.name].values() or [0.0])).name
     return Tuned(
         config=best,
-        change=_told(config, best),
+        change=_change_text(config, best),
         tried=tried,
         chosen=_gap(ours, "after", "before"),
         gain=_gap(theirs, "after", "before"),
@@ -309,7 +309,7 @@ def _gap(points: Mapping[str, Mapping[str, float]], ours: str, theirs: str) -> I
     return difference([points[ours][row] for row in rows], [points[theirs][row] for row in rows])
 
 
-def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
+def _change_text(before: EnsembleConfig, after: EnsembleConfig) -> str:
     """The change in words; empty if there is none."""
     parts = []
     if before.first_weights != after.first_weights:

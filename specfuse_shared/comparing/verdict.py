@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 FEWEST_ROWS = 20
 """With fewer rows a bootstrap interval is too narrow, and nothing is claimed."""
 NEAR, FAR = 6.0, 10.0
-"""Points between members: within the first others found gains of ensembles, beyond the second none (UniTE,
+"""Points between members. Published ensembles gained within the first distance, and not beyond the second (UniTE,
 arXiv 2410.03777; ModelSwitch, arXiv 2504.00762)."""
 MANY = 10
-"""Intervals of which some exclude zero by chance."""
+"""Above this number of intervals, some exclude zero by chance."""
 EVEN = 50.0
 LOOPS = 5.0
-"""Per cent of repetitive answers that are worth a sentence."""
+"""Per cent of repetitive answers from which the verdict mentions them."""
 Outcome = Literal["better", "worse", "not seen", "too few rows", "no references"]
 
 
@@ -49,10 +49,10 @@ class Verdict:
 
     def __str__(self) -> str:
         points = [f"{point.title}: {point.text}" for point in self.points]
-        return "\n".join([self.headline, *points, *(f"Not shown: {limit}" for limit in self.limits)])
+        return "\n".join([self.headline, *points, *(f"Limit: {limit}" for limit in self.limits)])
 
 
-def judged(comparison: Comparison) -> Verdict:
+def verdict_on(comparison: Comparison) -> Verdict:
     """The verdict on a comparison."""
     columns = comparison.columns
     whole = columns.get(ALL)
@@ -64,7 +64,7 @@ def judged(comparison: Comparison) -> Verdict:
 
 
 def _headline(whole: Column, once: str) -> tuple[Outcome, str]:
-    """`once`: how the best member was asked, where that has to be said."""
+    """`once`: a phrase for a best member that was also sampled, else empty."""
     gap, rows = whole.differences[ENSEMBLE], len(whole.rows)
     against = f"than the best member, {whole.best},{once} on {rows} question{'' if rows == 1 else 's'}"
     points = f"{gap} points"
@@ -80,10 +80,10 @@ def _headline(whole: Column, once: str) -> tuple[Outcome, str]:
 
 
 def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
-    """Where no question has a reference, people may have said what is better."""
+    """The conclusion from people's votes, if no question has a reference."""
     if votes is None or votes.share.rows < FEWEST_ROWS:
         return "no references", (
-            "It is unknown whether the ensemble is better: no question has a reference. Vote on its answers "
+            "Unknown: no question has a reference. Vote on the answers "
             f"({FEWEST_ROWS} votes or more), or add references."
         )
     share = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
@@ -108,21 +108,21 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     equal = comparison.equal
     if equal is None:
         return
-    for what, of in (("compute", _compute_details), ("seconds", _seconds_beside)):
+    for what, of in (("compute", _compute_details), ("seconds", _seconds_details)):
         title = f"Equal {what}"
         if whole is None or what in equal.untold:
             yield Point(title, f"unknown: {equal.untold[what]}.")
             continue
         name = equal.columns[what]
-        parts = [_told(whole, name), *of(comparison, equal, name), *_told_by_group(comparison, name)]
+        parts = [_outcome_against(whole, name), *of(comparison, equal, name), *_differences_by_group(comparison, name)]
         yield Point(title, "; ".join(parts) + ".")
     if whole is not None and (ceiling := equal.columns.get("ceiling")) is not None:
         gap = whole.between(ceiling, ENSEMBLE)
         sentence = f"the best sample, chosen by references, has {gap} points more than the ensemble"
-        yield Point("Ceiling", f"{sentence}: where references are missing, nothing reaches that.")
+        yield Point("Ceiling", f"{sentence}: without references, no choice of a sample reaches this.")
 
 
-def _told(column: Column, name: str) -> str:
+def _outcome_against(column: Column, name: str) -> str:
     gap = column.between(ENSEMBLE, name)
     if len(column.rows) < FEWEST_ROWS:
         outcome = "too few questions to say"
@@ -131,8 +131,8 @@ def _told(column: Column, name: str) -> str:
     return f"{outcome}: the ensemble has {gap} points more than {name.rpartition(' (')[0]}"
 
 
-def _told_by_group(comparison: Comparison, name: str) -> Iterator[str]:
-    """The groups with enough rows, where there are several."""
+def _differences_by_group(comparison: Comparison, name: str) -> Iterator[str]:
+    """The groups with enough rows, if there are several."""
     mains = mains_of(comparison.columns)
     for column in mains.values() if len(mains) > 1 else ():
         if len(column.rows) >= FEWEST_ROWS:
@@ -145,11 +145,11 @@ def _compute_details(comparison: Comparison, equal: EqualCompute, name: str) -> 
     each = set(samples.values())
     paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in samples.items())
     capped = f" (at most {equal.most} are asked)" if any(paid > equal.most for paid in equal.paid.values()) else ""
-    yield f"samples that its compute pays for: {paid}{capped}"
+    yield f"samples that its compute allows: {paid}{capped}"
     yield f"an answer takes {flop_text(comparison.costs[name].flop)} to {flop_text(comparison.costs[ENSEMBLE].flop)}"
 
 
-def _seconds_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
+def _seconds_details(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
     """The seconds of both, if timed."""
     ours, theirs = comparison.costs[ENSEMBLE], comparison.costs[name]
     if ours.seconds and theirs.seconds:
@@ -164,8 +164,8 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         yield from _by_group(comparison)
         if len(whole.rows) >= FEWEST_ROWS:
             yield _best_alone(comparison, whole)
-            yield from _drop(comparison, whole)
-        yield from _apart(comparison, whole)
+            yield from _members_to_drop(comparison, whole)
+        yield from _member_gaps(comparison, whole)
     if comparison.agreement:
         mean = sum(comparison.agreement.values()) / len(comparison.agreement)
         same = sum(value == 100.0 for value in comparison.agreement.values())
@@ -179,7 +179,7 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
 
 
 def _by_group(comparison: Comparison) -> Iterator[Point]:
-    """Each group by the metric that counts, where there are several."""
+    """Each group by its main metric, if there are several."""
     mains = mains_of(comparison.columns)
     if len(mains) < 2:
         return
@@ -202,7 +202,7 @@ def _best_alone(comparison: Comparison, whole: Column) -> Point:
     return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {rest[0]} {gap}.")
 
 
-def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
+def _members_to_drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
     """Members that the ensemble is better without, members that it needs, and members without a clear effect."""
     gaps = {m: whole.between(smaller, ENSEMBLE) for m in comparison.members if (smaller := comparison.without(m))}
     if not gaps:
@@ -217,8 +217,8 @@ def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
     yield Point("Which to drop", "; ".join(parts) + ".")
 
 
-def _apart(comparison: Comparison, whole: Column) -> Iterator[Point]:
-    """Whether members are near enough in quality for an ensemble to pay."""
+def _member_gaps(comparison: Comparison, whole: Column) -> Iterator[Point]:
+    """Whether members are close enough in quality for a gain."""
     gaps = {name: whole.between(whole.best, name) for name in comparison.members if name != whole.best}
     distant = {name: gap for name, gap in gaps.items() if gap.mean > NEAR}
     if not gaps:
@@ -262,45 +262,45 @@ def _work(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
     if ours.weight_bytes and theirs.weight_bytes:
         yield f"weights {ours.weight_bytes / 2**20:,.0f} MiB to {theirs.weight_bytes / 2**20:,.0f}"
     if ours.forwards_per_token and theirs.forwards_per_token:
-        yield f"{ours.forwards_per_token:.2f} forward passes a token to {theirs.forwards_per_token:.2f}"
+        yield f"{ours.forwards_per_token:.2f} forward passes per token to {theirs.forwards_per_token:.2f}"
 
 
 def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
-    """Limits of these rows: how each claim above could be false."""
+    """The reasons for which the claims above could be wrong."""
     if comparison.own:
-        yield "how it is on your questions: these came with the package, few, short and in English (--questions FILE)."
+        yield "These questions came with the package: few, short and in English. Use your own (--questions FILE)."
     if whole is not None:
         yield from _limits_of_points(comparison, whole)
     if _shared_passages(comparison):
-        yield "as much as the same number of separate questions: several are about the same passage."
+        yield "Several questions share a passage: the intervals treat them as independent."
     if comparison.votes is not None:
-        yield "the votes of other people: an interval treats each vote as a different person's."
+        yield "The interval of the votes treats each vote as a different person's."
     if comparison.in_half:
-        yield "what another run would give: in half precision a question may get another answer in other company."
+        yield "In half precision, another run may give other answers, because batches differ."
     if comparison.equal is not None and comparison.equal.columns:
-        sentence = (
-            f"what other samples would do: {comparison.equal.temperature:g} is the only temperature that was tried"
+        yield (
+            f"Samples had one temperature ({comparison.equal.temperature:g}) and were chosen in one way: the most "
+            "frequent answer, or the most probable text."
         )
-        yield f"{sentence}, and the most frequent answer, or the most probable text, the only choice."
-    yield "how answers vary: each is a single greedy one."
+    yield "Each answer is a single greedy one: its variation was not measured."
     if any(cost.timed for cost in comparison.costs.values()):
-        yield "seconds elsewhere: these are of this machine, and of few answers."
+        yield "Seconds are of this machine, and of few answers."
 
 
 def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
     smallest, rows = whole.differences[ENSEMBLE].least_seen, len(whole.rows)
     if 0 < smallest < float("inf"):
-        yield f"differences below {smallest:.1f} points: {rows} rows see them in less than {POWER:.0%} of all samples."
+        yield f"{rows} questions show differences below {smallest:.1f} points in less than {POWER:.0%} of samples."
     if len(comparison.members) > 1:
-        yield f"that {whole.best} is the best member elsewhere: it was found on these rows, which flatters it."
+        yield f"{whole.best} was chosen as the best member on these questions, which favours it."
     if unscored := len(comparison.questions) - rows:
-        yield f"anything of {unscored} questions without references."
+        yield f"{unscored} questions without references are not scored."
     if len({column.group for column in comparison.columns.values() if column.metric}) > 1:
-        yield "what it is worth where your kinds of questions come in other shares: here each question counts alike."
+        yield "Each question has the same weight, whatever its kind. Your questions may have other shares of each kind."
     if {column.metric for column in comparison.columns.values()} & {"f1", "rougeL", "chrf"}:
-        yield "truth and style: F1, ROUGE-L and chrF count words shared with references, and miss other good answers."
+        yield "F1, ROUGE-L and chrF count words shared with references: not truth or style, and no other good answers."
     if (intervals := sum(len(column.differences) for column in comparison.columns.values())) > MANY:
-        yield f"that all of {intervals} intervals hold: one in twenty excludes zero by chance."
+        yield f"One in twenty of the {intervals} intervals excludes zero by chance."
 
 
 def _shared_passages(comparison: Comparison) -> bool:

@@ -51,7 +51,7 @@ class AnswerReader:
 
     `calls`: reads calls if tools were offered; it holds back text that may become a call. `detail`: how much of the
     record the end includes. `whole`: the kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it.
-    `may_close`: accept such an answer if closing brackets and quotes completed it.
+    `may_close`: accept such an answer if brackets and quotes completed it.
     """
 
     def __init__(

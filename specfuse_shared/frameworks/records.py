@@ -29,14 +29,14 @@ SUMMARY_DIFFERENCES, SUMMARY_FIELDS = 8, 20
 """The most of them in a summary, which stays with each message of a conversation."""
 
 CLOSED = "closed"
-"""An option `whole` of a call: a value has to be whole, and one that brackets and quotes alone have closed is."""
+"""A value of a call's option `whole`: a value must be complete, possibly closed by brackets and quotes."""
 
 
 def segment_record(event: SegmentEvent) -> dict[str, Any]:
     """Who wrote a segment and how it was judged. `start`/`end` are its character offsets in the answer.
 
-    No key is named `index`: LangChain would merge list items by it. Text that was only held back, and is
-    released at the end, has no round: its `round` and `member` are None.
+    No key is named `index`: LangChain would merge list items by it. Text that was held back until the end has no
+    round: its `round` and `member` are None.
     """
     place = {"start": event.start, "end": event.end}
     record = event.record
@@ -77,9 +77,9 @@ def usage_record(usage: Usage) -> dict[str, Any]:
 
 
 def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
-    """The record of an answer as plain JSON: nothing, each member's part in it, or all of its rounds, too.
+    """The record of an answer as plain JSON: nothing, a summary of each member's part, or also every round.
 
-    A summary has the most important differences, and the fields on which members agree least; it counts what it leaves
+    A summary has the most important differences, the fields on which members agree least, and the numbers of those left
     out.
     """
     if detail == "none":
@@ -98,7 +98,7 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
 
 
 def _most(record: Mapping[str, Any], key: str, limit: int, ranked: Sequence[int]) -> dict[str, Any]:
-    """The first of a list by their rank, in their order, and how many are left out; nothing where all may stay."""
+    """The first `limit` of a list by rank, in their original order, and the number of those left out."""
     if len(ranked) <= limit:
         return {}
     selected = [record[key][number] for number in sorted(ranked[:limit])]
@@ -119,7 +119,7 @@ def finish_reason(result: EnsembleResult, called: bool = False) -> str:
 def check_whole(
     result: EnsembleResult, whole: Whole = "all", reader: CallReader | None = None, *, may_close: bool = False
 ) -> None:
-    """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time.
+    """Raises `UnfinishedValueError` for a value or call that was cut, even if it was closed in time.
 
     `reader`: the reader of calls that has read the answer. `may_close`: accept a value that closing brackets and quotes
     alone completed, with a Python warning.
@@ -146,9 +146,9 @@ def check_whole(
 
 
 def is_closed_nearby(result: EnsembleResult, called: bool = False) -> bool:
-    """Whether all that no member wrote are brackets and quotes: nothing of the value is made up.
+    """Whether brackets and quotes were enough to close the value, so that none of its content is invented.
 
-    A number that `max_tokens` ended may be half of one.
+    A number at the end of `max_tokens` may be incomplete.
     """
     if called and not result.closing:
         return result.finish_reason is not FinishReason.LENGTH
@@ -226,7 +226,7 @@ def value_of(
 
 
 class Thoughts:
-    """Members think at the same time. The joined text streams the first one's reasoning and appends the others'."""
+    """Joins the reasoning of concurrent members: streams that of the first one, then appends the others'."""
 
     def __init__(self) -> None:
         self._first: str | None = None

@@ -1,7 +1,7 @@
-"""The settings of a model over an ensemble, and its engine.
+"""The fields that both framework models share, and their engine.
 
-- The ensemble in a model's fields: members or a configuration, checked, and as plain JSON.
-- Options of other models: which have no effect here, and the replacement of the others.
+- The ensemble: members or a configuration, validated, and serialised as plain JSON.
+- Options of other models: some have no effect here, the others raise an error that names the replacement.
 - Local paths: dictionaries, dumps and traces contain a name, never a path. The same process can map the name back to
   its path; another process needs the members again.
 """
@@ -47,9 +47,9 @@ TRANSPORT_OPTIONS = frozenset(
         *("service_tier", "store", "stream_options", "user"),
     }
 )
-"""A provider's HTTP client settings that components pass with a call. They have no effect, except `extra_headers`,
-which go to a server."""
-_INSTEAD = {
+"""Options of a provider's HTTP client that components pass with a call. Only `extra_headers` have an effect: they are
+sent to a server."""
+_REPLACEMENTS = {
     "api_base": "use base_url=…, the address of specfuse-llm serve",
     "best_of": 'ask several times, with different "seed"s',
     "frequency_penalty": "use repetition_penalty=…, which multiplies where that one subtracts",
@@ -58,7 +58,7 @@ _INSTEAD = {
     "keep_alive": "members stay loaded until close(), or until close_idle_engines()",
     "max_completion_tokens": "use max_tokens=…",
     "max_new_tokens": "use max_tokens=…",
-    "n": "an ensemble gives one answer; ask several times, each with a seed",
+    "n": 'ask several times, with different "seed"s',
     "num_ctx": "use MemberConfig(max_context=…); without it a member has all of its model's context",
     "num_gpu": "use MemberConfig(device=…), and specfuse-llm doctor --plan",
     "num_predict": "use max_tokens=…",
@@ -72,60 +72,63 @@ _INSTEAD = {
     "thinking": "use MemberConfig(thinking=True)",
     "validate_model_on_init": "use load(), which loads the members or asks the server",
 }
-"""Options of Ollama's and OpenAI's models that have another name or position here."""
-_SAYS_NOTHING = {
+"""Options of Ollama's and OpenAI's models, and what to use instead."""
+_NEUTRAL_VALUES = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
     **dict.fromkeys(("json_mode", "reasoning", "think", "thinking", "validate_model_on_init"), False),
     **dict.fromkeys(("n", "repeat_penalty"), 1),
 }
-"""Values that equal the fixed behaviour."""
+"""Values of such options that change nothing here."""
 
 
-def known_here(options: Mapping[str, Any], extra: Container[str] = ()) -> dict[str, Any]:
+def own_options(options: Mapping[str, Any], extra: Container[str] = ()) -> dict[str, Any]:
     """The options without those that have no effect. Raises `ConfigError` for options of other models."""
-    foreign = {name for name in _INSTEAD if name in options and name not in extra}
+    foreign = {name for name in _REPLACEMENTS if name in options and name not in extra}
     for name in sorted(foreign):
-        if options[name] not in (None, _SAYS_NOTHING.get(name)):
-            raise ConfigError(f"{name} is an option of other models: {_INSTEAD[name]}")
+        if options[name] not in (None, _NEUTRAL_VALUES.get(name)):
+            raise ConfigError(f"{name} is an option of other models: {_REPLACEMENTS[name]}")
     return {name: value for name, value in options.items() if name not in foreign}
 
 
-_SETTINGS = ("model", "tokenizer", "adapter")
+_PATH_SETTINGS = ("model", "tokenizer", "adapter")
 """Settings of a member that may be paths."""
-_MARK = "local:"
+_PATH_MARK = "local:"
 _PATHS: dict[str, str] = {}
 
 
 def without_paths(value: Any) -> Any:
-    """A member, an ensemble or several of them as plain JSON, with names in place of paths."""
+    """The plain JSON of members and ensembles, with names in place of paths."""
     if isinstance(value, Mapping):
-        return {k: hidden(v) if k in _SETTINGS and isinstance(v, str) else without_paths(v) for k, v in value.items()}
+        return {
+            k: path_name(v) if k in _PATH_SETTINGS and isinstance(v, str) else without_paths(v)
+            for k, v in value.items()
+        }
     if isinstance(value, list):
-        return [hidden(each) if isinstance(each, str) else without_paths(each) for each in value]
+        return [path_name(each) if isinstance(each, str) else without_paths(each) for each in value]
     return value
 
 
-def hidden(value: str) -> str:
+def path_name(value: str) -> str:
     """The public name of a path; a hub id is its own name. Different paths have different names."""
-    if value.startswith(_MARK) or not _is_local(value):
+    if value.startswith(_PATH_MARK) or not _is_path(value):
         return value
     digest = hashlib.sha256(os.path.abspath(os.path.expanduser(value)).encode()).hexdigest()[:12]
-    name = f"{_MARK}{_path(value).name}#{digest}"
+    name = f"{_PATH_MARK}{_path(value).name}#{digest}"
     _PATHS[name] = value
     return name
 
 
-def found(value: str) -> str:
-    """The path that `hidden` replaced. Raises `ConfigError` for a path of another process."""
-    if not value.startswith(_MARK):
+def path_of(value: str) -> str:
+    """The path that `path_name` replaced. Raises `ConfigError` for a path of another process."""
+    if not value.startswith(_PATH_MARK):
         return value
     if value not in _PATHS:
         raise ConfigError(f"{value!r} is a folder or file that another process knew: give its path in members=[…]")
     return _PATHS[value]
 
 
-def _is_local(value: str) -> bool:
-    """Also a path of Windows, wherever it is read, and of a folder that is not there now: no hub id looks like one."""
+def _is_path(value: str) -> bool:
+    """Whether a value is a path, even one of Windows or one that does not exist; no hub id looks like these."""
     if value.startswith(("/", "~", "./", "../")) or "\\" in value or PureWindowsPath(value).drive:
         return True
     return os.path.exists(value)
@@ -155,13 +158,13 @@ SOURCES = (
 
 
 def members_of_model(values: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """The settings of a model that was given as `model=…`, one or a list, as models of one provider take it."""
+    """The settings with `model=…`, one model or a list, as `members`."""
     members = list(model) if isinstance(model, list | tuple) else [model]
     return {**{k: v for k, v in values.items() if k not in ("model", "model_name")}, "members": members}
 
 
 def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
-    """The configuration from `members`, `config` or a dictionary of one. Raises `ConfigError`."""
+    """The configuration for a value of `members` or `config`, or a dictionary. Raises `ConfigError`."""
     if isinstance(ensemble, Mapping):
         ensemble = named_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
@@ -180,12 +183,12 @@ def _as_members(value: Any) -> Members:
 
 def _as_member(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        return found(value) if isinstance(value, str) else value
-    return MemberConfig.from_dict({k: found(v) if isinstance(v, str) else v for k, v in value.items()})
+        return path_of(value) if isinstance(value, str) else value
+    return MemberConfig.from_dict({k: path_of(v) if isinstance(v, str) else v for k, v in value.items()})
 
 
 def named_config(value: Any) -> EnsembleConfig | None:
-    """The configuration from `config`: an object, plain JSON, or a TOML file."""
+    """The configuration for a value of `config`: an object, plain JSON, or a TOML file."""
     if isinstance(value, Mapping):
         members = ensembles.members_of(_as_members(value.get("members")) or ())
         return EnsembleConfig.from_dict({**value, "members": members})
@@ -202,7 +205,7 @@ _SAMPLING = SamplingParams()
 if TYPE_CHECKING:
     from specfuse_shared.client.engine import RemoteEngine
     from specfuse_shared.serving.engine import EngineLease, EnsembleEngine
-else:  # importing torch takes seconds, and importing this package must not
+else:  # the import of this package must not import torch, which takes seconds
     EnsembleEngine = EngineLease = RemoteEngine = Any
 Engine = EnsembleEngine | RemoteEngine
 OwnEngine = Annotated[EnsembleEngine | None, PlainValidator(lambda value: _as_engine(value))]
@@ -234,7 +237,7 @@ class EnsembleSettings(BaseModel):
     model_name: str | None = Field(default=None, alias="model")
     """One of the server's models; its first if unset."""
     max_retries: int = Field(default=MAX_RETRIES, ge=0)
-    """How often a request to the server is retried if it does not answer or is busy; never after an answer has
+    """How often a request is retried if the server does not respond, is busy or fails; never after an answer has
     begun."""
     default_headers: Mapping[str, str] | None = Field(default=None, exclude=True, repr=False)
     """Headers of every request to the server. Like the key, they are never printed or serialised."""
@@ -257,7 +260,7 @@ class EnsembleSettings(BaseModel):
     logprobs: bool = _SAMPLING.logprobs
     """Report log p of every token of the answer, as the reference member sees it."""
     top_logprobs: int = _SAMPLING.top_logprobs
-    """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
+    """With `logprobs`: also report this many of the most probable tokens at each position, at most 20."""
     max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
     """Maximum tokens of a member's reasoning, in its own tokens."""
     parallel_tool_calls: bool = False
@@ -287,11 +290,11 @@ class EnsembleSettings(BaseModel):
         names = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
         if not isinstance(values, Mapping):
             return values
-        values = known_here(values, names)
+        values = own_options(values, names)
         for name in values:
             if name not in names:
                 raise unknown_setting(cls.__name__, str(name), sorted(names))
-        settings = EnsembleSettings.model_fields  # None says nothing, as it does in a call
+        settings = EnsembleSettings.model_fields  # None means unset, as in a call
         return {k: v for k, v in values.items() if v is not None or k not in settings or settings[k].default is None}
 
     @model_validator(mode="after")
@@ -307,7 +310,7 @@ class EnsembleSettings(BaseModel):
         return self
 
     def _remote(self, name: str | None = None) -> RemoteEngine | None:
-        """The server's model of this name, or the one that this model asks; None where the ensemble is here."""
+        """The server's model of this name, by default `model_name`; None if the ensemble is in this process."""
         if self.base_url is None:
             return None
         from specfuse_shared.client.engine import RemoteEngine
@@ -320,25 +323,25 @@ class EnsembleSettings(BaseModel):
         return self._remotes[name]
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
-        """The ensemble in this process; `name` chooses where there are several."""
+        """The ensemble in this process. `name`: for subclasses with several."""
         if self.engine is not None:
             return self.engine.config
         return named_config(self.config) or config_of(self.members)
 
     def _resolve_engine(self, name: str | None = None, headers: Mapping[str, str] | None = None) -> Engine:
-        """Who answers. `headers`: of this call, where it goes to a server."""
+        """The engine or server that answers. `headers`: sent with this call to a server."""
         if (remote := self._remote(name)) is not None:
-            return remote.sending(headers) if headers else remote
+            return remote.with_headers(headers) if headers else remote
         return self._engine_for(self._ensemble(name))
 
     def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
-        """The engine given, where it has this configuration, else the one that this process shares.
+        """The model's own `engine` if it has this configuration, else the engine that this process shares.
 
-        An engine that was made before this process was forked cannot answer here, so that this one gets its own.
+        An engine of the parent process cannot answer after a fork.
         """
         if self.engine is not None and self.engine.config == config and self.engine.is_of_this_process:
             return self.engine
-        leased = self._held(config)
+        leased = self._leased(config)
         if leased is None:
             check_sources(config)
             if "torch" not in sys.modules:
@@ -349,18 +352,18 @@ class EnsembleSettings(BaseModel):
             self._leases.append(leased := lease_engine(config))
         return leased.engine
 
-    def _held(self, config: EnsembleConfig) -> EngineLease | None:
+    def _leased(self, config: EnsembleConfig) -> EngineLease | None:
         return next(
             (lease for lease in self._leases if lease.engine.config == config and not lease.engine.closed), None
         )
 
     def load(self, on_progress: OnLoadProgress | None = None) -> Self:
-        """Load the members now rather than with the first answer; again, it does nothing. Raises `MemberLoadError`."""
+        """Load the members now rather than with the first answer. Safe to call twice. Raises `MemberLoadError`."""
         self._resolve_engine().load(on_progress)
         return self
 
     def close(self) -> None:
-        """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
+        """Release the shared engine; the last release frees its memory. An engine passed as `engine` stays open."""
         for lease in self._leases:
             lease.close()
         for remote in self._remotes.values():
@@ -381,32 +384,32 @@ class EnsembleSettings(BaseModel):
             warnings.warn(event.message, MemberFailedWarning, stacklevel=2)
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
-        values = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
+        """The fields overridden by one call's settings. None means unset. Raises `ConfigError` for an unknown key."""
+        values = {k: v for k, v in own_options(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
         return SamplingParams.on_top(self._settings(), values)
 
     def _settings(self) -> dict[str, Any]:
-        """The sampling of this model. Settings of a single request (tools, a grammar) have no field here."""
+        """The fields of `SamplingParams` that this model has."""
         return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
     def _traced(self) -> dict[str, Any]:
-        """The model's name and sampling as plain JSON, as exporters of traces look for them."""
+        """The model's name and sampling as plain JSON, with the keys that trace exporters read."""
         settings = {**self._settings(), "stop": list(self._sampling({}).stops) or None}
         if (grammar := settings.get("grammar")) is not None:
             settings["grammar"] = asdict(grammar)
         return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
 
     def _context_limit(self) -> int | None:
-        """The smallest member's; before the members are loaded, from configurations on this machine."""
+        """The smallest member's context; before the members are loaded, from configurations on this machine."""
         if (remote := self._remote()) is not None:
             return remote.context_limit
         config = self._ensemble()
-        loaded = self.engine or ((lease := self._held(config)) and lease.engine)
+        loaded = self.engine or ((lease := self._leased(config)) and lease.engine)
         return loaded.context_limit if loaded else stated_context(config)
 
     @property
     def _chosen_model(self) -> str | None:
-        """`model_name` as it was given; None where it was not."""
+        """`model_name` as the user set it, or None."""
         chosen: str | None = self.__dict__["model_name"]
         return chosen
 
@@ -420,8 +423,8 @@ class EnsembleSettings(BaseModel):
         remote = self._remote()
         return any(m.thinking for m in self._ensemble().member_configs) if remote is None else remote.thinks
 
-    def _at_once(self, name: str | None = None) -> int:
-        """How many answers the engine of this name runs at once."""
+    def _concurrency_of(self, name: str | None = None) -> int:
+        """`max_concurrent` of the engine or server's model of this name."""
         remote = self._remote(name)
         return self._ensemble(name).max_concurrent if remote is None else remote.max_concurrent
 
@@ -452,6 +455,6 @@ def _as_engine(value: Any) -> Any:
 
 
 def _own_error(error: ValidationError) -> SpecFuseError | None:
-    """The error of ours that pydantic wrapped, if it was one."""
+    """The `SpecFuseError` that pydantic wrapped, if there is one."""
     causes = (detail.get("ctx", {}).get("error") for detail in error.errors())
     return next((cause for cause in causes if isinstance(cause, SpecFuseError)), None)

@@ -1,6 +1,7 @@
 """GGUF files: their location, and weights and tokenizers in the form that transformers reads, converted once.
 
-The head of a GGUF file is read without the tables that follow it.
+The head of a GGUF file is read here, without its long tables. `gguf.GGUFReader` builds them as objects: for Gemma 3
+270M, whose vocabulary has 262,144 tokens, it takes 12 s and 684 MiB instead of 0.13 s and less than 1 MiB.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 Models in Ollama's store on this machine have names, files and adapters. Its server is not contacted, and nothing is

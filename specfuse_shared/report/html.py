@@ -39,7 +39,7 @@ def work_of(usage: MemberUsage) -> str:
     if not usage.forwards or not usage.answer:
         return ""
     guesses = f", {usage.accepted} of {usage.guessed} guesses right" if usage.guessed else ""
-    return f"{usage.forwards / usage.answer:.2f} forward passes a token{guesses}"
+    return f"{usage.forwards / usage.answer:.2f} forward passes per token{guesses}"
 
 
 def leader_of(record: RoundRecord) -> str:

@@ -1,7 +1,7 @@
-"""The engine: members loaded once, many answers at a time, streamed segment by segment.
+"""The engine: loads the members once, and streams many concurrent answers segment by segment.
 
-With `lease_engine`, a process has one engine per configuration. All callers share it, and it is freed with its last
-lease. A forked child starts without engines, because neither threads nor device contexts survive a fork.
+With `lease_engine`, a process has one engine per configuration. All callers share it, and the last lease frees it. A
+forked child starts without engines, because neither threads nor device contexts survive a fork.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from specfuse_shared.types import MemberReport
 
 FORKED = (
     "this engine belongs to the process that this one was forked from: make a new one here, or let ChatSpecFuse, "
-    "SpecFuseLLM or lease_engine find one (they do so by themselves)"
+    "SpecFuseLLM or lease_engine make one (they do so by themselves)"
 )
 
 
 @cache
 def limit_threads_after_fork() -> None:
-    """Make processes that are forked from this one compute with one thread each.
+    """Limit processes that are forked from this one to one compute thread each.
 
-    OpenMP's pool of threads does not survive a fork, so a child that asks for it would wait for ever.
+    OpenMP's thread pool does not survive a fork, so a child that uses it would hang.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
@@ -70,8 +70,8 @@ class EnsembleEngine:
 
     `config`: an `EnsembleConfig`, or a list of members with settings as keywords. A conversation is a question, a list
     of `Message`s, or OpenAI's dictionaries. Every call takes `CallOptions` as keywords: `tools`, `tool_choice`,
-    `parallel_tool_calls` (see `ToolUse`), `timeout` (seconds, counted from when the members are loaded; then
-    `RequestTimeoutError`) and `members` (the names of those that take part, if not all do).
+    `parallel_tool_calls` (see `ToolUse`), `timeout` (seconds until `RequestTimeoutError`; loading does not count) and
+    `members` (names of the participating members, if not all do).
     """
 
     def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
@@ -79,22 +79,22 @@ class EnsembleEngine:
         self.config = as_config(config, **settings)
         self._assembly = Assembly(())
         self._scheduler: Scheduler | None = None
-        self._opener: Submitter | None = None
+        self._submitter: Submitter | None = None
         self._metrics = Metrics()
-        self._loading = threading.Lock()
-        self._reading = threading.Lock()
+        self._load_lock = threading.Lock()
+        self._prompts_lock = threading.Lock()
         self._prompts = dict[str, PromptEncoder]()
         self._closed = False
         self._process = os.getpid()
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot answer any more: it was closed, it broke, or it was made before a fork, in the parent."""
+        """Whether it cannot answer any more: it was closed, it failed, or a fork happened since it was made."""
         return self._closed or not self.is_of_this_process or self.failure is not None
 
     @property
     def failure(self) -> EngineClosedError | None:
-        """Why it broke; None while it works or if it was closed."""
+        """Why it failed; None while it works or if it was closed."""
         return self._scheduler.failure if self._scheduler is not None else None
 
     @property
@@ -135,7 +135,7 @@ class EnsembleEngine:
             ```
         """
         self._check_open()
-        with self._loading:
+        with self._load_lock:
             self._check_open()
             if self._scheduler is None:
                 try:
@@ -143,7 +143,7 @@ class EnsembleEngine:
                     scheduler = self._scheduler_of(assembly)
                 finally:
                     loading_bar.close()
-                self._opener = Submitter(assembly.members, scheduler)
+                self._submitter = Submitter(assembly.members, scheduler)
                 self._assembly, self._scheduler = assembly, scheduler
                 weakref.finalize(self, scheduler.close)
                 limit_threads_after_fork()
@@ -165,7 +165,7 @@ class EnsembleEngine:
             raise
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary, so that the first grammar does not wait for it. `load` does that, too.
+        """Read every member's vocabulary, so that the first grammar does not wait for it. `load` does this, too.
 
         Example:
             ```python
@@ -276,7 +276,7 @@ class EnsembleEngine:
             **options: See `CallOptions`: `tools`, `tool_choice`, `parallel_tool_calls`, `timeout`, `members`.
 
         Returns:
-            The text with its record: rounds, usage, agreement.
+            The text with its record, such as rounds, usage and agreement.
 
         Raises:
             RequestError: The request cannot be served.
@@ -335,7 +335,7 @@ class EnsembleEngine:
         Args:
             conversations: Conversations or questions.
             params: Sampling settings for all, or one per conversation.
-            return_exceptions: Return errors in the place of results.
+            return_exceptions: Return errors in place of results.
             **options: See `CallOptions`.
 
         Returns:
@@ -497,12 +497,12 @@ class EnsembleEngine:
         def deliver(item: Event | Exception) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        opening = PendingCall(self.config, messages, params, options)
+        call = PendingCall(self.config, messages, params, options)
         self._check_open()
-        opener = self._opener
-        if opener is None:
-            opener = await asyncio.to_thread(self._ready)
-        request = await opener.aopen(opening.start(), deliver)
+        submitter = self._submitter
+        if submitter is None:
+            submitter = await asyncio.to_thread(self._ready)
+        request = await submitter.aopen(call.start(), deliver)
         try:
             while True:
                 item = await items.get()
@@ -512,10 +512,10 @@ class EnsembleEngine:
                 if isinstance(item, FinishEvent):
                     return
         finally:
-            opener.cancel(request)
+            submitter.cancel(request)
 
     def check_busy(self) -> None:
-        """Check for a free queue slot. Costs nothing and takes no slot.
+        """Check for a free queue slot, without taking it.
 
         Raises:
             EngineBusyError: A request would be refused now.
@@ -525,13 +525,13 @@ class EnsembleEngine:
             engine.check_busy()
             ```
         """
-        if self._opener is not None:
-            self._opener.check()
+        if self._submitter is not None:
+            self._submitter.check()
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Free the members. Running answers end with an error that has their text. Safe to call twice.
+        """Free the members. Running answers end with an error that contains their text. Safe to call twice.
 
         Example:
             ```python
@@ -541,14 +541,14 @@ class EnsembleEngine:
                 print(short_lived.closed)
             ```
         """
-        with self._loading:
+        with self._load_lock:
             self._closed = True
             scheduler, self._scheduler, self._assembly = self._scheduler, None, Assembly(())
-            opener, self._opener = self._opener, None
-        if scheduler is not None and opener is not None:
+            submitter, self._submitter = self._submitter, None
+        if scheduler is not None and submitter is not None:
             scheduler.close()
-            opener.close()
-            del scheduler, opener
+            submitter.close()
+            del scheduler, submitter
             release()
 
     def __enter__(self) -> Self:
@@ -563,15 +563,15 @@ class EnsembleEngine:
 
     def _ready(self) -> Submitter:
         self.load()
-        if (opener := self._opener) is None:
+        if (submitter := self._submitter) is None:
             self._check_open()
             raise EngineClosedError()
-        return opener
+        return submitter
 
-    def _begin(self, opening: PendingCall) -> tuple[Request, EventStream]:
-        opener, items = self._ready(), SimpleQueue[Event | Exception]()
-        request = opener.open(opening.start(), items.put)
-        return request, EventStream(items, partial(opener.cancel, request), self)
+    def _begin(self, call: PendingCall) -> tuple[Request, EventStream]:
+        submitter, items = self._ready(), SimpleQueue[Event | Exception]()
+        request = submitter.open(call.start(), items.put)
+        return request, EventStream(items, partial(submitter.cancel, request), self)
 
     @property
     def _members(self) -> tuple[Member, ...]:
@@ -587,7 +587,7 @@ class EnsembleEngine:
         loaded = next((member.text for member in self._members if member.name == name), None)
         if isinstance(loaded, MemberText):
             return loaded.prompts
-        with self._reading:
+        with self._prompts_lock:
             if name not in self._prompts:
                 member = next(member for member in self.config.member_configs if member.label == name)
                 self._prompts[name] = read_prompts(member, self.config.cache_dir)
@@ -602,28 +602,28 @@ class EnsembleEngine:
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """An engine of this process, and how many hold it."""
+    """An engine of this process, and the number of its leases."""
 
     engine: EnsembleEngine
-    holders: int = 0
+    leases: int = 0
 
 
 class EngineLease:
-    """A share in an engine. The engine closes with its last lease.
+    """A caller's right to use a shared engine. Closing the last lease closes the engine.
 
     If a lease is dropped without `close`, the engine stays loaded for the next caller, until `close_idle_engines`.
     """
 
     def __init__(self, engine: EnsembleEngine, release: Callable[[bool], None]) -> None:
         self.engine = engine
-        self._give_back: Callable[[bool], None] | None = release
+        self._on_release: Callable[[bool], None] | None = release
 
     def close(self) -> None:
-        """Give up the share; the last one closes the engine. Safe to call twice."""
+        """End the lease; the last one closes the engine. Safe to call twice."""
         self._release(close=True)
 
     def _release(self, close: bool) -> None:
-        release, self._give_back = self._give_back, None
+        release, self._on_release = self._on_release, None
         if release is not None:
             release(close)
 
@@ -650,26 +650,26 @@ class _Registry:
             dead = [shared for shared in self._shared if shared.engine.closed]
             self._shared = [shared for shared in self._shared if shared not in dead]
             for shared in dead:
-                shared.engine.close()  # one that broke still holds its weights
+                shared.engine.close()  # one that failed still holds its weights
             shared_engine = next((shared for shared in self._shared if shared.engine.config == config), None)
             if shared_engine is None:
                 shared_engine = _Shared(EnsembleEngine(config))
                 self._shared.append(shared_engine)
-            shared_engine.holders += 1
+            shared_engine.leases += 1
             return EngineLease(shared_engine.engine, partial(self.release, shared_engine))
 
     def release(self, shared: _Shared, close: bool) -> None:
         with self._lock:
-            shared.holders -= 1
-            if shared not in self._shared or shared.holders or not close:
+            shared.leases -= 1
+            if shared not in self._shared or shared.leases or not close:
                 return
             self._shared.remove(shared)
         shared.engine.close()
 
     def close_idle(self) -> int:
         with self._lock:
-            idle = [shared for shared in self._shared if not shared.holders]
-            self._shared = [shared for shared in self._shared if shared.holders]
+            idle = [shared for shared in self._shared if not shared.leases]
+            self._shared = [shared for shared in self._shared if shared.leases]
         for shared in idle:
             shared.engine.close()
         return len(idle)
@@ -681,7 +681,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def lease_engine(config: EnsembleConfig) -> EngineLease:
-    """A share in this process's engine for a configuration. The engine loads on first use.
+    """A lease of this process's engine for a configuration. The engine loads on first use.
 
     Args:
         config: The ensemble. Equal configurations share one engine.

@@ -184,11 +184,11 @@ def test_health_follows_engines_and_lanes_and_live_only_fatal_failures() -> None
         assert health(client) == (200, {"status": "degraded", "stage": "without pair/b"})
         assert health(client, "/live") == (200, {"status": "ok"})
         second.fault = Fault("SystemExit", "killed", is_fatal=True)
-        assert health(client) == (503, {"status": "failed", "stage": "broken: pair"})
+        assert health(client) == (503, {"status": "failed", "stage": "failed: pair"})
         assert health(client, "/live") == (503, {"status": "failed"})
         refused = client.post("/v1/chat/completions", json={**CHAT, "model": "pair"})
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "the engine of this model broke: the server's log says why"
+        assert refused.json()["error"]["message"] == "the engine of this model failed: the server's log says why"
 
 
 def test_without_a_key_health_names_nothing() -> None:
@@ -222,7 +222,7 @@ def test_a_server_whose_engine_breaks_stops_with_the_reason(monkeypatch: pytest.
         threading.Thread(target=destroy, args=(address,), daemon=True).start()
 
     config = ServeConfig({"pair": EnsembleConfig(["a", "b"])}, ServerSettings(port=0))
-    with pytest.raises(EngineClosedError, match="'pair' broke, so the server has stopped"):
+    with pytest.raises(EngineClosedError, match="'pair' failed, so the server has stopped"):
         run.serve(config, listening)
 
 

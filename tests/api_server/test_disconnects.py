@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from tests.support.serving import QUESTION, command, ready, until
+from tests.support.serving import QUESTION, command, line_of, ready, until
 
 LONG = {"model": "tiny", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -146,6 +146,7 @@ def test_a_stop_says_nothing_on_stderr(tiny_members: list[MemberConfig], number:
         body = {"model": "chat", "messages": QUESTION, "grammar": grammar}
         answer = httpx.post(address + CHAT, json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        line_of(process, process.stderr, "POST /v1/chat/completions 200")  # after lines of libraries that were loaded
         process.send_signal(number)
         assert process.wait(20) == 0
         text = process.stderr.read() if process.stderr else ""

@@ -109,7 +109,7 @@ def test_the_sdk_raises_its_own_errors(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         create(model="tiny", input="sea " * 5000)
     assert raised.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError, match="no response is kept"):
+    with pytest.raises(openai.NotFoundError, match="no response is stored"):
         sdk.responses.retrieve("resp_1")
     cut = create(model="tiny", input=QUESTION, max_output_tokens=20, extra_body=ENDLESS)
     assert cut.status == "incomplete"

@@ -280,13 +280,13 @@ def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "word"),
     [
-        ({"store": True}, "store", "no response is kept"),
+        ({"store": True}, "store", "no response is stored"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation as input"),
         ({"conversation": "conv_1"}, "conversation", "whole conversation as input"),
         ({"background": True}, "background", "stream the answer"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"truncation": "auto"}, "truncation", "shorten"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "kept"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "stored"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input", "no message"),
         ({"input": [{"type": "hologram", "id": "h_1"}]}, "input.0", "message"),
         ({"input": [{"role": "user"}]}, "input.0.content", "required"),
@@ -305,7 +305,7 @@ def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
             "tool_choice",
-            "none of tools",
+            "not in tools",
         ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "json_schema"),
@@ -354,7 +354,7 @@ def test_an_error_in_the_middle_is_an_event_with_a_number(
 
 def test_nothing_is_kept_to_be_fetched(client: httpx.Client) -> None:
     reported = client.get(f"/v1/responses/{respond(client)['id']}")
-    assert (reported.status_code, "no response is kept" in reported.text) == (404, True)
+    assert (reported.status_code, "no response is stored" in reported.text) == (404, True)
 
 
 @pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity", "9" * 5000])

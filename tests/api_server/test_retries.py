@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import pickle
 import socket
 import time
@@ -18,8 +19,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
-from specfuse_shared import AuthenticationError, ConfigError, EngineBusyError, EngineClosedError, EnsembleEngine
+from specfuse_shared import (
+    AuthenticationError,
+    ConfigError,
+    EngineBusyError,
+    EngineClosedError,
+    EnsembleEngine,
+    SamplingParams,
+)
+from specfuse_shared.client import engine as client_engine
 from specfuse_shared.client.engine import RemoteEngine
+from specfuse_shared.client.wire import event_to_json
 from specfuse_shared.errors import SpecFuseError
 from tests.support.serving import QUESTION, serving
 
@@ -159,7 +169,7 @@ def test_an_answer_that_has_begun_is_not_asked_for_again(gate: Gate, tiny: Ensem
     plainly = gate.refuse
     gate.refuse = lambda send, *_: truncated(send)  # type: ignore[method-assign]
     try:
-        with pytest.raises(EngineClosedError, match="went away"):
+        with pytest.raises(EngineClosedError, match="connection to the server was lost"):
             list(RemoteEngine(gate.address, "tiny").stream("Hi"))
     finally:
         gate.refuse = plainly  # type: ignore[method-assign]
@@ -248,6 +258,41 @@ def test_answers_on_one_event_loop_share_a_connection_that_ends_with_it(gate: Ga
         assert len(gate.ports) == 3
         gc.collect()
     assert len(gate.seen) == 15
+
+
+def test_answers_without_an_event_loop_share_a_connection(gate: Gate) -> None:
+    engine = RemoteEngine(gate.address, "tiny")
+    chat, llm = (kind(base_url=gate.address, model="tiny", max_tokens=3) for kind in (ChatSpecFuse, SpecFuseLLM))
+    for connections, ask in enumerate((engine.generate, chat.invoke, llm.complete), start=1):
+        for _ in range(3):
+            ask("Hi")
+        assert len(gate.ports) == connections
+    assert len(list(engine.stream("Hi"))) > 1
+    assert "".join(chunk.text for chunk in chat.stream("Hi"))
+    assert "".join(response.delta for response in llm.stream_complete("Hi"))
+    assert len(gate.ports) == 3
+
+
+def test_a_response_that_does_not_end_after_its_answer_is_left(
+    gate: Gate, tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_engine, "END_SECONDS", 0.3)
+    finish = event_to_json(list(tiny.stream("Hi", SamplingParams(max_tokens=3)))[-1])
+
+    async def unending(send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        line = f"data: {json.dumps({'choices': [{'specfuse': {'events': [finish]}}]})}\n\n".encode()
+        await send({"type": "http.response.body", "body": line, "more_body": True})
+        await asyncio.sleep(3)
+
+    monkeypatch.setattr(gate, "refuse", lambda send, *_: unending(send))
+    gate.refusals[:] = [(200, {})]
+    engine = RemoteEngine(gate.address, "tiny")
+    began = time.monotonic()
+    assert engine.generate("Hi").text == tiny.generate("Hi", SamplingParams(max_tokens=3)).text
+    assert time.monotonic() - began < 2
+    assert engine.generate("Hi").text
+    assert len(gate.ports) == 2
 
 
 def test_closing_a_model_and_dropping_it_close_its_connections(gate: Gate) -> None:

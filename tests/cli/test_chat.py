@@ -51,7 +51,7 @@ def test_commands_explain_list_and_begin_anew(
     assert said(lines, speaker, monkeypatch) == 0
     output = capsys.readouterr()
     assert output.out == "Plain words spoken here.\n"
-    for part in ("no whole answer", "round 1", "transformers", "/save", "no command /nothing", "name the file"):
+    for part in ("no whole answer", "round 1", "transformers", "/save", "no command /nothing", "the file is missing"):
         assert part in output.err
     assert json.loads(file.read_text("utf-8")) == []
 
@@ -72,7 +72,7 @@ def test_input_without_text_is_no_turn_and_ends_nothing(
     assert capsys.readouterr().out == "Plain words spoken here.\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
     assert main(["chat", *speaker]) == 0
-    assert "no UTF-8 text" in capsys.readouterr().err
+    assert "not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_failure_to_save_is_reported(
@@ -161,7 +161,7 @@ def test_each_shows_every_members_own_answer_and_the_differences(
     assert left == "left: The harbour opened in 1887 near Lisbon."
     assert right == "right: The harbour opened in 1892 near Porto."
     assert together.startswith("together: The harbour")
-    assert "/each QUESTION: ask something" in output.err
+    assert "/each QUESTION: the question is missing" in output.err
     assert "left, unlike another one: 1887, Lisbon" in output.err
     assert "right, unlike another one: 1892, Porto" in output.err
     assert "round 1" in output.err, "/why explains the joint answer"

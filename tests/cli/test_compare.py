@@ -69,9 +69,9 @@ def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--questions", "pair.toml"], "has the ending '.toml'"),
         (["--out", "no/where.html"], "--out cannot be written to no/where.html"),
         (["--vote", "no/where.html"], "--vote cannot be written to no/where.html"),
-        (["--vote", "q.jsonl"], "q.jsonl is no voting page"),
+        (["--vote", "q.jsonl"], "q.jsonl is not a voting page"),
         (["--votes", "none.html"], "none.html cannot be read"),
-        (["--run", "q.jsonl"], "q.jsonl is no file of a run"),
+        (["--run", "q.jsonl"], "q.jsonl is not a run's file"),
         (["--against", "frist"], "did you mean 'first'?"),
         (["--judge", "people"], "--judge is 'people': use one of 'members'"),
         (["--tune", "q.jsonl"], "q.jsonl is no configuration file"),
@@ -115,8 +115,8 @@ def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
     assert "Equal seconds: " in text
     assert "2 samples together" in err
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
-    ours, theirs = rows["forwards"][2], rows["forwards"][3]
-    assert int(theirs) > int(rows["forwards"][0]) > 0
+    ours, theirs = rows["forward"][3], rows["forward"][4]
+    assert int(theirs) > int(rows["forward"][1]) > 0
     assert int(ours) > 0
     assert rows["compute"][1::2] == ["MFLOP"] * (len(rows["compute"]) // 2)
     html = (folder / "report.html").read_text("utf-8")
@@ -155,8 +155,8 @@ def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.Capture
     assert main([*command, "--judge", "members", "--tune", "tuned.toml#best"]) == 0
     out, err = capsys.readouterr()
     assert "Rated by members: " in out
-    assert "fewer have first, second" in " ".join(out.split())
-    assert "Tuned: nothing is better than the settings as they are" in out
+    assert "smaller: first, second" in " ".join(out.split())
+    assert "settings is better than the current ones" in out
     assert "members rate answers" in err
     assert not (folder / "tuned.toml").exists(), "nothing is gained, so nothing is written"
 

@@ -21,7 +21,7 @@ def shown(engine: EnsembleEngine, execution: str) -> str:
     checkup = examine(replace(engine.config, execution=execution))
     assert not checkup.problems
     show_checkup(checkup, out)
-    return next(line for line in out.export_text().splitlines() if line.startswith("forwards"))
+    return next(line for line in out.export_text().splitlines() if line.startswith("forward passes"))
 
 
 def test_captured_steps_are_counted_as_replayed(driver: Driver, tiny_engine: EnsembleEngine) -> None:
@@ -32,7 +32,7 @@ def test_captured_steps_are_counted_as_replayed(driver: Driver, tiny_engine: Ens
 
 
 def test_without_captures_nothing_is_answered(tiny_engine: EnsembleEngine) -> None:
-    assert shown(tiny_engine, "paged").split() == ["forwards", UNKNOWN, UNKNOWN]
+    assert shown(tiny_engine, "paged").split() == ["forward", "passes", UNKNOWN, UNKNOWN]
 
 
 def test_a_short_answer_that_fails_is_a_problem(

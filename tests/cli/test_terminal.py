@@ -240,7 +240,7 @@ def test_explain_names_the_leader_and_the_savings_of_guesses() -> None:
     first, second = (line for line in lines if line.startswith("round "))
     assert first.endswith("· b drafted first")
     assert "drafted first" not in second
-    assert lines[-2:] == ["[red]a: 0.65 forward passes a token, 5 of 9 guesses right", "b: –"]
+    assert lines[-2:] == ["[red]a: 0.65 forward passes per token, 5 of 9 guesses right", "b: –"]
 
 
 def test_a_control_sequence_in_a_member_name_is_written_out() -> None:

@@ -174,12 +174,12 @@ def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None
     rows = len(result.questions)
     assert 15 < rows < 30
     assert {len(of_system) for of_system in result.answers.values()} == {rows}
-    assert f"{30 - rows} of 30 questions are left out of it" in result.remarks
+    assert f"{30 - rows} of 30 questions are left out" in result.remarks
 
 
 def test_if_no_member_can_answer_the_reason_is_reported() -> None:
     broken = Fakes(SEA, disturb=lambda r: None if isinstance(r.op, Close) else Fault("RuntimeError", "no device"))
-    with pytest.raises(SpecFuseError, match=r"too few answers came.*first has no answer to 30 of 30.*no device"):
+    with pytest.raises(SpecFuseError, match=r"too few answers to compare.*first has no answer to 30 of 30.*no device"):
         compare(["first", "second"], ROWS, make_engine=broken, timed=0)
 
 
@@ -221,7 +221,7 @@ def test_a_line_that_was_left_half_is_asked_again(tmp_path: Path) -> None:
 def test_a_file_that_is_none_of_a_run_is_not_touched(tmp_path: Path, text: str) -> None:
     run = tmp_path / "thesis.txt"
     run.write_text(text)
-    with pytest.raises(ConfigError, match="is no file of a run: name another one"):
+    with pytest.raises(ConfigError, match="is not a run's file: name another one"):
         compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA))
     assert run.read_text() == text
 

@@ -77,8 +77,8 @@ def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path:
     texts = dict(remark.split(" is left out: ") for remark in result.remarks if " is left out: " in remark)
     assert list(texts) == [f"line {n}" for n in range(2, 13)]
     assert texts["line 2"] == "the question is empty"
-    assert "no JSON" in texts["line 3"]
-    assert texts["line 4"] == "it is no JSON object"
+    assert "not JSON" in texts["line 3"]
+    assert texts["line 4"] == "it is not a JSON object"
     assert "name the column 'question'" in texts["line 5"]
     assert "there are 1 choices: 2 to 26" in texts["line 6"]
     assert "the reference is 'three'" in texts["line 7"]

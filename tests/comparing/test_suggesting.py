@@ -96,7 +96,7 @@ def test_a_pair_of_weaker_members_is_measured_by_the_best_of_all() -> None:
 
 def test_members_more_than_ten_points_apart_are_warned_of() -> None:
     distant = suggestion_of({"one": points(30), "two": points(25)})
-    assert distant.warnings == ("one + two: members are 12.5 points apart; beyond 10 others found losses",)
+    assert distant.warnings == ("one + two: members are 12.5 points apart; published ensembles lost beyond 10",)
     assert not suggestion_of({"one": points(30), "two": points(26)}).warnings, "ten are not above ten"
 
 
@@ -168,5 +168,5 @@ def test_what_cannot_be_suggested_is_refused() -> None:
         drafts = request.member != "one" and isinstance(request.op, (Draft, DraftAlone))
         return Fault("RuntimeError", "out of order") if drafts else None
 
-    with pytest.raises(SpecFuseError, match="too few answers came to suggest anything: two has no answer"):
+    with pytest.raises(SpecFuseError, match="too few answers for a suggestion: two has no answer"):
         suggested(Fakes(SCRIPT, disturb=disturb))

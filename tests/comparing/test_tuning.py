@@ -68,7 +68,7 @@ def test_where_nothing_is_better_nothing_is_changed() -> None:
     result = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
     assert result.change == ""
     assert not result.gained
-    assert "nothing is better than the settings as they are" in result.point.text
+    assert "settings is better than the current ones" in result.point.text
     assert result.config == EnsembleConfig(["one", "two"])
 
 
@@ -102,7 +102,7 @@ def test_too_few_questions_are_refused_before_anybody_is_asked() -> None:
     fakes = Fakes(script(one=range(9), two=range(9)))
     with pytest.raises(ConfigError, match=r"tuning takes 40 questions with references or more.*there are 39"):
         tune(["one", "two"], ROWS[:39], make_engine=fakes)
-    with pytest.raises(ConfigError, match=r"EnsembleConfig\.score is an object, which no file can hold"):
+    with pytest.raises(ConfigError, match=r"EnsembleConfig\.score is an object, which a file cannot contain"):
         tune(EnsembleConfig(["one", "two"], score=lambda *a: 0.0), ROWS, make_engine=fakes)
     assert not fakes.engines
 
@@ -170,5 +170,5 @@ def test_every_preset_can_be_written_and_reads_back(tmp_path: Path, preset: str)
 def test_a_file_whose_ensembles_stand_in_one_line_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text('ensembles = {a = {members = ["org/x"]}}\n', "utf-8")
-    with pytest.raises(ConfigError, match=r"in one line: write a table \[ensembles\.NAME\]"):
+    with pytest.raises(ConfigError, match=r"an inline table: write a table \[ensembles\.NAME\]"):
         check_config_file(file)

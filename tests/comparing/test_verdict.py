@@ -115,7 +115,7 @@ def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
     timed = made(texts, alone=True, seconds=3.0, first_seconds=1.0)
     assert title(timed, "Cost") == (
         "an answer takes 3.00 s, 1.0 × one's 3.00 s, first words 1.00 s to 1.00 s (medians of 4); "
-        "1.50 forward passes a token to 1.50."
+        "1.50 forward passes per token to 1.50."
     )
     assert any("of this machine" in limit for limit in timed.verdict.limits)
     together = made(texts, alone=False, seconds=3.0, first_seconds=1.0)
@@ -158,4 +158,4 @@ def test_questions_over_the_same_passage_are_not_taken_for_separate_ones() -> No
     assert not any("passage" in limit for limit in result.verdict.limits)
     passage = [type(q)(q.text, q.id, q.references, "It is the sea.") for q in result.questions]
     shared = Comparison(tuple(passage), result.askers, result.answers, result.weights)
-    assert any("several are about the same passage" in limit for limit in shared.verdict.limits)
+    assert any("share a passage" in limit for limit in shared.verdict.limits)

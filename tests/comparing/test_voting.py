@@ -115,7 +115,7 @@ def test_answers_that_are_all_the_same_cannot_be_voted_on() -> None:
 )
 def test_a_file_that_is_no_voting_page_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.html").write_text(text)
-    with pytest.raises(ConfigError, match=r"page\.html is no voting page"):
+    with pytest.raises(ConfigError, match=r"page\.html is not a voting page"):
         votes_on(tmp_path / "page.html")
     with pytest.raises(ConfigError, match="cannot be read"):
         votes_on(tmp_path)

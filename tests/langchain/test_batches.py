@@ -19,6 +19,7 @@ from langchain_core.messages import AIMessage
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.errors import PromptTooLongError
+from tests.support.serving import line_of
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 QUESTIONS = [f"What is {number}?" for number in range(12)]
@@ -171,7 +172,7 @@ def test_an_interrupt_stops_the_answers_of_a_batch(tmp_path: Path, way: str) -> 
     command = [sys.executable, "-c", PROGRAM, way, *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "go\n"
+        line_of(process, process.stdout, "^go$")
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, reported = process.communicate(timeout=60)

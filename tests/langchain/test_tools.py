@@ -76,7 +76,7 @@ def test_true_calls_the_only_tool() -> None:
 
 
 def test_a_choice_of_an_unknown_tool_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'subtract' is none of the bound tools"):
+    with pytest.raises(ConfigError, match="'subtract' is not one of the bound tools"):
         ChatSpecFuse(members=["no/one"]).bind_tools([add], tool_choice="subtract")
 
 

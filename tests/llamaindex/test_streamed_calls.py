@@ -101,8 +101,8 @@ def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[A
     """An answer of this text that may call a tool."""
     answer = AnswerFold(CallReader(), "summary", lambda event: None)
     return [
-        answer.piece(SegmentEvent(text, 0, len(text), None)),
-        answer.piece(FinishEvent(replace(result, finish_reason=reason))),
+        answer.step(SegmentEvent(text, 0, len(text), None)),
+        answer.step(FinishEvent(replace(result, finish_reason=reason))),
     ]
 
 

@@ -213,7 +213,7 @@ def test_the_savings_of_guesses_are_reported() -> None:
     alpha = replace(plain.usage.members["alpha"], forwards=13, answer=20, guessed=9, accepted=5)
     usage = replace(plain.usage, members={**plain.usage.members, "alpha": alpha})
     page = Page(fragment(replace(plain, usage=usage)))
-    assert "alpha: 0.65 forward passes a token, 5 of 9 guesses right." in " ".join(page.texts("muted"))
+    assert "alpha: 0.65 forward passes per token, 5 of 9 guesses right." in " ".join(page.texts("muted"))
 
 
 def test_exits_and_faults_name_the_member_the_round_and_the_reason() -> None:

@@ -207,7 +207,7 @@ async def test_a_timeout_holds_for_a_server_that_sends_a_little_again_and_again(
 def test_a_stream_of_another_form_is_an_error_by_name(line: bytes) -> None:
     with answering(line + b"\n\n", STREAM) as address:
         engine = RemoteEngine(address, "m")
-        with pytest.raises(SpecFuseError, match="does not answer as a server of SpecFuse"):
+        with pytest.raises(SpecFuseError, match="does not answer like a SpecFuse server"):
             engine.generate("x")
         engine.close()
 
@@ -217,7 +217,7 @@ def test_a_description_of_another_form_is_an_error_by_name() -> None:
     for reported in wrong:
         with answering(json.dumps(reported).encode(), {}) as address:
             engine = RemoteEngine(address)
-            with pytest.raises(SpecFuseError, match="does not answer as a server of SpecFuse"):
+            with pytest.raises(SpecFuseError, match="does not answer like a SpecFuse server"):
                 engine.describe()
             engine.close()
 

@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 from pydantic import BaseModel, Field
@@ -107,15 +106,26 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     )
     assert process.stderr is not None
     try:
-        assert select.select([process.stderr], [], [], 60)[0]
-        line = process.stderr.readline()
-        match = re.search(r"listening at (http://\S+)", line)
-        assert match, line
-        yield process, match[1]
+        yield process, line_of(process, process.stderr, r"listening at (http://\S+)")[1]
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def line_of(process: subprocess.Popen[str], stream: IO[str], pattern: str, seconds: float = 60.0) -> re.Match[str]:
+    """A line of the process, which is killed if none comes in time. Lines of other libraries are passed over."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    others = []
+    try:
+        for line in stream:
+            if match := re.search(pattern, line):
+                return match
+            others.append(line)
+    finally:
+        timer.cancel()
+    raise AssertionError(f"no line matches {pattern!r}: {''.join(others)}")
 
 
 def ready(address: str) -> bool:

@@ -67,7 +67,7 @@ def test_the_numbers_in_the_docs_are_those_that_hold() -> None:
     for library, group in groups.items():
         taken, refused = (sum(len(getattr(f, kind)) for f in group.values()) for kind in ("taken", "refused"))
         assert f"| {library} | {len(group)} | {taken} | {refused} |" in page
-    named = re.findall(r"`(\w+)`", page.partition("**Held.**")[2].partition("\n\n")[0])
+    named = re.findall(r"`(\w+)`", page.partition("**Enforced.**")[2].partition("\n\n")[0])
     covered = {keyword for keywords in KEYWORDS for keyword in keywords.split(", ")}
     assert covered - {"true", "false"} == set(named) - {"true", "false", "definitions", "defs"} | {"$ref"}
 

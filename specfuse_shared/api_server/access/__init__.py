@@ -1,1 +1,1 @@
-"""Who may ask, how much, and over which connections."""
+"""Access control: keys, limits of clients, and limits of connections."""

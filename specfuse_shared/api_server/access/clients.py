@@ -1,4 +1,4 @@
-"""Who asks: clients by their keys, and how much each of them may ask for at once and in a minute."""
+"""Clients by their keys, with limits on concurrent requests, answers, and requests per minute."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from specfuse_shared.errors import ConfigError, RequestTimeoutError
 
 MINUTE = 60.0
 LARGE_BODY = 65_536
-"""Bytes from which on a client's bodies are read one after another."""
+"""From this size in bytes, a client's bodies are parsed one after another."""
 RESTS, LONGEST_REST, REFUSED_REST = 10.0, 5.0, 1.0
-"""After a large body the client's next one waits for this multiple of the processor seconds that it took, within a
-maximum, and at least for a minimum after a refused body."""
+"""After a large body, the client's next large one waits for this multiple of its CPU time, up to this maximum, and for
+at least this minimum after a refused body. In seconds."""
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Client:
-    """A key, its limits, and its current load. `key` None: clients without a key."""
+    """A key, its limits, and its current load. `key`: None for clients without a key."""
 
     settings: ClientSettings
     key: bytes | None
@@ -76,9 +76,9 @@ class Client:
 
     @asynccontextmanager
     async def answer(self, timeout: float | None) -> AsyncIterator[float | None]:
-        """One answer, which waits while `max_answers` of the client's run; the seconds that are left for it then.
+        """A slot for one answer, within `max_answers`. Yields the remaining timeout.
 
-        Raises `RequestTimeoutError`.
+        Raises `RequestTimeoutError` if no slot is free in time.
         """
         if self._places is None:
             yield timeout
@@ -99,7 +99,7 @@ class Client:
     def _check(self) -> None:
         limit, per_minute = self.settings.max_requests, self.settings.requests_per_minute
         if self.open >= limit:
-            message = f"{self.open} of your requests are being answered, and {limit} is the most: wait for one of them"
+            message = f"you have {self.open} open requests, and the limit is {limit}: wait for one of them"
             raise HttpError(429, message, "too_many_requests")
         if per_minute is None:
             return
@@ -108,14 +108,14 @@ class Client:
         self._counted = now
         if self._allowance < 1:
             seconds = math.ceil((1 - self._allowance) * MINUTE / per_minute)
-            raise HttpError(429, f"{per_minute} requests a minute is the most", "rate_limited", retry_seconds=seconds)
+            raise HttpError(429, f"the limit is {per_minute} requests a minute", "rate_limited", retry_seconds=seconds)
         self._allowance -= 1
 
 
 class Clients:
-    """The clients of a server by their keys: who holds the server's own `key`, and those that the settings name.
+    """The clients of a server: one for the server's own `key`, and those of the settings (`named`).
 
-    Without any key, all clients count as one. Raises `ConfigError` if two clients have the same key.
+    Without any key, all callers count as one client. Raises `ConfigError` if two clients have the same key.
     """
 
     def __init__(
@@ -132,6 +132,6 @@ class Clients:
     def find(self, authorization: str) -> Client | None:
         """The client that sent this header; None for an unknown key. Takes the same time for every key."""
         kind, _, token = authorization.partition(" ")
-        key = token.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette read it
+        key = token.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette decodes it
         matching = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]
         return matching[0] if matching else None

@@ -1,10 +1,10 @@
-"""Slow-client timeouts and connection limits: slow heads, slow bodies, unread responses, too many connections.
+"""Timeouts for slow clients (heads, bodies, unread responses), and a limit on connections.
 
-uvicorn waits for a head, for a body and for a reader without end. Above the limit, a new connection replaces the one
-that has been silent for longest, so that silent connections lock no client out.
+uvicorn itself has no such timeouts. Above the limit, a new connection replaces the one that has been silent for
+longest, so that silent connections cannot lock clients out.
 
-uvicorn's `http` setting takes a class of one's own. Its parser here is always h11, which it brings itself
-and which bounds heads to 16 KiB, whether or not httptools is installed.
+The class is passed as uvicorn's `http` setting. Its parser is always h11, which limits heads to 16 KiB, even if
+httptools is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specfuse_shared.api_server.settings import ServerSettings
 
 _OWED = {h11.IDLE: 0.0, h11.SEND_BODY: 5.0}
-"""States in which the client has to send something, and seconds more for it: a late body gets a response first."""
+"""States in which the client must send data, and additional seconds. A late body first gets a response (408)."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -53,7 +53,7 @@ class BoundedProtocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self.loop.call_later(self.seconds, self.transport.abort)  # what is unread keeps it open till then
+        self.loop.call_later(self.seconds, self.transport.abort)  # unread data keep the connection open
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -71,7 +71,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def drop(self) -> None:
-        """Close at once. From now on it is no candidate for `_longest_silent`, but it counts until it is lost."""
+        """Close at once. The connection counts until it is lost, but `_longest_silent` ignores it."""
         if self._sending is not None:
             self._sending.cancel()
         self._sending = None
@@ -83,7 +83,7 @@ class BoundedProtocol(H11Protocol):
         return min(silent, key=lambda c: c._owed_since, default=None)
 
     def _watch(self) -> None:
-        """The time for a head or a body runs from its beginning, however many pieces it comes in."""
+        """Start the timer of a head or body at its beginning. Later pieces do not restart it."""
         state = self.conn.their_state
         if state is self._owed:
             return

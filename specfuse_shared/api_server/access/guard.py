@@ -1,7 +1,7 @@
-"""Checks of every request: an id, a log line without content, the key, and the origin.
+"""Checks every request: the key and the origin. Gives it an id and a log line without content.
 
-The log holds method, known path, status, seconds, the request's id and counts of tokens; never a body, a header's
-value, a query or an unknown path, and of exceptions only their kind and the lines of code that they came through.
+The log has method, known path, status, seconds, request id and token counts, and the type and traceback lines of
+exceptions. It never has a body, a header's value, a query or an unknown path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 GONE, BROKEN = 499, 500
 OPEN_PATHS = frozenset({*FILES, "/health", "/live"})
-"""Paths that need no key: the page and the liveness check. Neither exposes an answer."""
+"""Paths that need no key: the page and the health checks. They expose no answer."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.ASCII)
 
@@ -50,7 +50,7 @@ class HttpCounters:
 
 @dataclass(slots=True)
 class _Seen:
-    """One request as it is logged."""
+    """The log entry of one request."""
 
     id: str
     path: str
@@ -59,7 +59,7 @@ class _Seen:
 
 
 class Guard:
-    """Wraps an application. `paths`: those that it knows; `loopback`: only this machine's own pages may ask."""
+    """Wraps an application. `paths`: its known paths. `loopback`: refuse every host name but localhost."""
 
     def __init__(
         self, app: ASGIApp, clients: Clients, paths: frozenset[str], counters: HttpCounters, loopback: bool
@@ -103,36 +103,36 @@ class Guard:
     def _client(self, scope: Scope, headers: Headers) -> Client | None:
         """The client; None for an open path without a key.
 
-        Raises `HttpError` for an unknown key, and for a web page of another site that calls this machine.
+        Raises `HttpError` for an unknown key, another host name, or a web page of another site.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._loopback and not _LOOPBACK.fullmatch(host):
-            raise HttpError(403, "this server answers as localhost only: ask it at 127.0.0.1", "host_refused")
+            raise HttpError(403, "this server accepts only the host localhost: use 127.0.0.1", "host_refused")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "a page of another site may not ask this server", "origin_refused")
+            raise HttpError(403, "a page of another site may not send requests here", "origin_refused")
         client = self._clients.find(headers.get("authorization", ""))
         scope["state"]["client"] = client
         if client is None and scope["path"] not in OPEN_PATHS:
-            raise HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
+            raise HttpError(401, "the key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
         return client
 
     def _log(self, scope: Scope, entry: _Seen) -> None:
         status = GONE if entry.status is None else entry.status
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._counters.requests.labels(entry.path, str(status)).inc()
-        extras = " ".join(f"{name}={value}" for name, value in scope["state"].get("told", {}).items())
+        extras = " ".join(f"{name}={value}" for name, value in scope["state"].get("logged", {}).items())
         spent = time.monotonic() - entry.began
         logger.info("%s %s %d %.3fs id=%s %s", method, entry.path, status, spent, entry.id, extras)
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    """The client's own, where it is a plain word, so that both logs can be read side by side."""
+    """The client's X-Request-ID if it is a plain word, so that both logs can be matched; else a new id."""
     header = headers.get("x-request-id", "")
     return header if _ID.fullmatch(header) else f"req-{secrets.token_hex(8)}"
 
 
 def _log_failure(request_id: str, error: Exception) -> None:
-    """Where it happened, in lines of code; its message may hold what was sent."""
+    """Log the type and the traceback lines. The message is left out, because it may quote the request."""
     code = "".join(traceback.format_tb(error.__traceback__))
     logger.error("request %s failed with %s at\n%s", request_id, type(error).__name__, code)
 

@@ -41,7 +41,7 @@ class ChoicePiece:
 
 
 class ChoiceReader:
-    """One choice of a request: reads its events, gives its pieces, and knows its usage once it has ended.
+    """Reads the events of one choice of a request, and counts its usage.
 
     A value or call that `max_tokens` cut ends the choice with the reason "length", as OpenAI's clients expect.
     """
@@ -51,7 +51,7 @@ class ChoiceReader:
         self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._call = call
         self._extension = extension
-        calls = call.use.reader() if not extension.events else None  # our own clients read calls themselves
+        calls = call.use.reader() if not extension.events else None  # this package's clients parse calls themselves
         self._answer = AnswerReader(calls, "none" if extension.events else extension.ledger)
         questions = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
         self._growing = GrowingAnswer(questions[-1] if questions else "")
@@ -67,9 +67,9 @@ class ChoiceReader:
             yield self._cut(error)
 
     async def report(self) -> dict[str, str]:
-        """The report of the current answer; None if the request wants none, or the last report is recent.
+        """The report of the current answer; empty if the request wants none, or the last report is recent.
 
-        Only the sender of pieces calls it, so a report is not rendered for an answer that is not read.
+        Only the sender of pieces calls this, so no report is rendered for an answer that the client does not read.
         """
         if not (self._extension.report and self._growing.is_due):
             return {}
@@ -107,7 +107,7 @@ class ChoiceReader:
 
 
 def _as_openai(call: CallDelta) -> dict[str, Any]:
-    """A delta holds one piece of each call, and only a call's first has its id and name."""
+    """The delta of a call in OpenAI's form. Only a call's first delta has its id and name."""
     named = {"id": call.id, "type": "function"} if call.id else {}
     function = {"name": call.name} if call.name else {}
     return {"index": call.index, **named, "function": {**function, "arguments": call.arguments}}

@@ -1,4 +1,4 @@
-"""Pieces and whole choices as OpenAI writes them: of chats, and of completions."""
+"""The formats of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINGERPRINT = f"specfuse-{version('specfuse-llm')}"
 
 
 class Format(ABC):
-    """How one request is answered: with a whole object, or with server-sent events."""
+    """The format of a response: one object, or server-sent events."""
 
     @abstractmethod
     def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Format(ABC):
 
 
 class ChoicesFormat(Format):
-    """The envelope of chats and completions, and how choices look in it."""
+    """The common format of chats and completions: an envelope with choices."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -58,7 +58,7 @@ class ChoicesFormat(Format):
         return {**self._envelope(self.whole_object), "choices": choices, "usage": usage_of(answers)}
 
     def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
-        """A chunk; where the stream ends with usage, all chunks before say that they have none."""
+        """A chunk. If the stream ends with usage, all earlier chunks have `"usage": null`."""
         choice: dict[str, Any] = {
             "index": answer.index,
             **self._delta(piece),
@@ -97,7 +97,7 @@ class ChoicesFormat(Format):
         raise NotImplementedError
 
     def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
-        """Of a whole choice, or of a piece of the choice number `streamed`."""
+        """Log-probabilities of a whole choice, or of a piece of the choice with the number `streamed`."""
         raise NotImplementedError
 
 
@@ -148,7 +148,7 @@ class CompletionFormat(ChoicesFormat):
 
 
 def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
-    """By text, which parts of characters share: the most probable one has it. The answer's own token is among them."""
+    """Token text → log p, including the answer's token. If parts of characters share a text, the most probable wins."""
     logprobs: dict[str, float] = {}
     for each in (*entry["top_logprobs"], entry) if entry["top_logprobs"] else ():
         logprobs.setdefault(each["token"], each["logprob"])
@@ -156,7 +156,7 @@ def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def usage_of(answers: Sequence[ChoiceReader]) -> dict[str, Any]:
-    """Of all choices; the prompt of several is counted once for each."""
+    """The sum over all choices; the prompt counts once per choice."""
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
     usage: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}
     details = [answer.usage.get("completion_tokens_details", {}) for answer in answers]

@@ -1,4 +1,4 @@
-"""An answer that is still being written, as a record that a report can be drawn from."""
+"""The record of an answer that is still growing, for its report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specfuse_shared.report.html import document, fragment
 from specfuse_shared.types import AnswerRecord, FinishReason, MemberFault, RoundRecord, Usage
 
 PAUSE = 0.2
-"""Seconds between two reports of an answer that grows."""
+"""Seconds between two reports of a growing answer."""
 
 
 class GrowingAnswer:
-    """Follows the events of one answer. Tokens are counted as their authors count them, until the answer is over.
+    """Follows the events of one answer. Until its end, tokens are counted by the tokenizers of their authors.
 
     `title`: heading of the report as a file, usually the question.
     """
@@ -23,32 +23,32 @@ class GrowingAnswer:
     def __init__(self, title: str) -> None:
         self._title = title
         self._began = time.monotonic()
-        self._drawn = -math.inf
+        self._last_report = -math.inf
         self._record: AnswerRecord | None = None
-        self._over = self._told = False
+        self._ended = self._end_reported = False
 
     def observe(self, event: Event) -> None:
-        """Take an event."""
+        """Update the record with an event."""
         if isinstance(event, StartEvent):
             self._record = self._started(event)
         elif isinstance(event, FinishEvent):
-            self._record, self._over = event.result, True
+            self._record, self._ended = event.result, True
         elif self._record is not None:
             self._record = self._grown(self._record, event)
 
     @property
     def is_due(self) -> bool:
-        """It is time for a new report: some time after the last one, and once when the answer is over."""
-        if self._record is None or self._told:
+        """Whether a new report is due: `PAUSE` seconds after the last one, and once at the end of the answer."""
+        if self._record is None or self._end_reported:
             return False
-        return self._over or time.monotonic() - self._drawn >= PAUSE
+        return self._ended or time.monotonic() - self._last_report >= PAUSE
 
     def report(self) -> dict[str, str]:
-        """The report of the answer so far, as an element; once it is over, also as a file."""
+        """The report of the answer so far, as an HTML element; at the end, also as a file."""
         assert self._record is not None, "the answer has not begun"
-        self._drawn, self._told = time.monotonic(), self._over
-        payload = {"report": fragment(self._record, running=not self._over)}
-        return {**payload, "document": document(self._record, self._title)} if self._over else payload
+        self._last_report, self._end_reported = time.monotonic(), self._ended
+        payload = {"report": fragment(self._record, running=not self._ended)}
+        return {**payload, "document": document(self._record, self._title)} if self._ended else payload
 
     def _started(self, event: StartEvent) -> AnswerRecord:
         return AnswerRecord(

@@ -22,7 +22,7 @@ Told = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """An item that holds one text. `place`: its list of parts; `part_event` and `text_event`: the events about them."""
+    """An item with one text. `place`: the key of its parts. `part_event` and `text_event`: the events about them."""
 
     item: Mapping[str, Any]
     prefix: str
@@ -64,18 +64,19 @@ SUMMARY = TextKind(
 
 @dataclass(slots=True)
 class Output:
-    """The items of an answer. Only the last one grows, and its events have to be written before it changes again."""
+    """The items of an answer. Only the last one grows. Its events must be written before it changes again."""
 
     thoughts: TextKind
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: TextKind | None = None
-    """Of the last item; None for a call."""
+    """The kind of the last item; None for a call."""
     _waiting: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities of tokens that no delta had yet, and how many bytes those before them have."""
-    _told: int = 0
+    """Log-probabilities of tokens that were not sent yet."""
+    _sent_bytes: int = 0
+    """Bytes of the tokens whose log-probabilities were sent."""
 
     def write(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
-        """Reasoning comes before text, and text before calls, in the order of an answer."""
+        """The events of a piece: reasoning, then text, then calls, which is their order in an answer."""
         if isinstance(piece, ChoicePiece) and piece.logprobs is not None:
             self._waiting += piece.logprobs["content"]
         if piece.thoughts:
@@ -102,9 +103,9 @@ class Output:
 
     def _logprobs_within(self, text: str) -> list[Mapping[str, Any]]:
         """Log-probabilities of tokens that end in this text of the message and are in no earlier delta."""
-        tokens = _within(self._waiting, len(text.encode()) - self._told)
+        tokens = _within(self._waiting, len(text.encode()) - self._sent_bytes)
         del self._waiting[: len(tokens)]
-        self._told += sum(len(token["bytes"]) for token in tokens)
+        self._sent_bytes += sum(len(token["bytes"]) for token in tokens)
         return tokens
 
     def _call(self, delta: Mapping[str, Any]) -> Iterator[Told]:
@@ -133,7 +134,7 @@ class Output:
         yield "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _close(self, status: str) -> Iterator[Told]:
-        """End the last item. Cut arguments have no "done" event, since clients would then call the tool with them."""
+        """End the last item. Cut arguments get no "done" event, because clients would call the tool with them."""
         if not self.items:
             return
         item, kind = self.items[-1], self._open
@@ -154,7 +155,7 @@ class Output:
 
 
 class ResponsesFormat(Format):
-    """One response. Its first events repeat the request, its last one holds all of the answer."""
+    """The format of one response. Its first events repeat the request, and the last one contains the whole answer."""
 
     def __init__(self, body: ResponsesBody, call: Call) -> None:
         self._numbers = count()
@@ -169,7 +170,7 @@ class ResponsesFormat(Format):
         return self._response(answers[0])
 
     def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
-        """Details of a piece come with the first part of its text."""
+        """The events of a piece. Its `specfuse` details are in the first delta."""
         if piece.begins:
             for kind in ("created", "in_progress"):
                 yield self._line(f"response.{kind}", {"response": self._response()})
@@ -185,7 +186,7 @@ class ResponsesFormat(Format):
         yield self._line(f"response.{response['status']}", {"response": response})
 
     def failure(self, error: SpecFuseError) -> bytes:
-        """As OpenAI's event has it, and as the object that makes its clients raise."""
+        """The error in the fields of OpenAI's event, and as an `error` object, for which its clients raise."""
         body = error_body(error)
         return self._line("error", {**{key: body["error"][key] for key in ("code", "message", "param")}, **body})
 
@@ -193,7 +194,7 @@ class ResponsesFormat(Format):
         return line({"type": kind, "sequence_number": next(self._numbers), **payload}, kind)
 
     def _response(self, answer: ChoiceReader | None = None) -> dict[str, Any]:
-        """The response as it is at the beginning, or once its `answer` is over."""
+        """The response object at the beginning, or after its `answer`."""
         if answer is None:
             return {**self._begun, "status": "in_progress", "output": [], "usage": None}
         cut = self._folded.finish_reason == "length"
@@ -209,7 +210,7 @@ class ResponsesFormat(Format):
 
 
 def _repeated(body: ResponsesBody, call: Call) -> dict[str, Any]:
-    """The request as the response repeats it, with the defaults that applied."""
+    """The settings of the request that the response repeats, with defaults filled in."""
     params, echoed = call.choices[0].params, body.model_dump(by_alias=True, include={"text", "tools", "tool_choice"})
     return {
         "object": "response",

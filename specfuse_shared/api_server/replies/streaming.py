@@ -1,4 +1,4 @@
-"""The choices of a request side by side, as one stream; who goes away stops the compute."""
+"""The concurrent choices of a request as one stream. A disconnected client stops the computation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pieces = AsyncGenerator[tuple[ChoiceReader, ChoicePiece], None]
 
 
 async def run_choices(call: Call, answers: Sequence[ChoiceReader], client: Client) -> Pieces:
-    """The pieces of all answers as they come. Closing it stops them all; the first error of one ends them all."""
+    """The pieces of all answers as they arrive. Closing it, or the first error, stops all answers."""
     queue: asyncio.Queue[tuple[ChoiceReader, ChoicePiece] | Exception | None] = asyncio.Queue()
 
     async def run(answer: ChoiceReader, choice: RequestedChoice) -> None:
@@ -69,15 +69,15 @@ async def fold(pieces: Pieces, answers: Sequence[ChoiceReader]) -> list[Folded]:
 
 @dataclass(slots=True)
 class ChoiceStream:
-    """Choices as server-sent events. `told`: token counts for the log."""
+    """Choices as server-sent events. `logged`: receives token counts for the log."""
 
     pieces: Pieces
     answers: Sequence[ChoiceReader]
     form: Format
-    told: dict[str, Any]
+    logged: dict[str, Any]
 
     async def lines(self, first: tuple[ChoiceReader, ChoicePiece]) -> AsyncGenerator[bytes, None]:
-        """The lines of every piece and of the end; or the error that ends them."""
+        """The lines of every piece, then of the end or of the error."""
         async with aclosing(self.pieces):
             for line in self.form.lines(*first):
                 yield line
@@ -89,13 +89,13 @@ class ChoiceStream:
                 yield self.form.failure(error)
                 return
             finally:
-                self.told |= usage_of(self.answers)
+                self.logged |= usage_of(self.answers)
             for line in self.form.end(self.answers):
                 yield line
 
 
 class EventStreamResponse(StreamingResponse):
-    """Server-sent events whose source is closed with the response, in every case."""
+    """Server-sent events. Their source is always closed with the response."""
 
     media_type = "text/event-stream"
 

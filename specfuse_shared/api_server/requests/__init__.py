@@ -1,1 +1,1 @@
-"""Requests: checked bodies, and their translation into calls of the engine."""
+"""Requests: validated bodies, and their translation into calls of the engine."""

@@ -1,7 +1,7 @@
-"""Request bodies, checked: OpenAI's fields and the engine's own settings, and no other field.
+"""Validated request bodies: OpenAI's fields and the engine's own settings.
 
-A field that means nothing here (`user`, `store`, …) is accepted without effect; one that would change the answer and
-cannot be honoured is refused by name.
+Fields without meaning here (`user`, `store`, …) are ignored. Fields that would change the answer but are not supported
+raise an error that names them. So do unknown fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEED_LIMIT = 2**63
 _IGNORED = (TRANSPORT_OPTIONS - {"stream_options"}) | {
     *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
 }
-"""They say how a provider shall work, not what the answer is."""
+"""Fields about a provider's operation, not about the answer."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -47,8 +47,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
 }
 _INSTEAD = {
-    "presence_penalty": "repetition_penalty does something like it",
-    "frequency_penalty": "repetition_penalty does something like it",
+    "presence_penalty": "use repetition_penalty, which has a similar effect",
+    "frequency_penalty": "use repetition_penalty, which has a similar effect",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
@@ -58,22 +58,22 @@ T = TypeVar("T")
 
 
 class _FirstError(FailFast):
-    __hash__ = object.__hash__  # unions of types hash what they are annotated with
+    __hash__ = object.__hash__  # unions of types hash their annotations
 
 
 Several = Annotated[list[T], _FirstError()]
-"""A list that is read up to its first wrong item: an error for each of a million takes seconds to make."""
+"""A list that is validated up to its first invalid item: a million errors would take seconds."""
 MOST_FIELDS = 64
-"""Of one object that is no free JSON."""
+"""Maximum number of fields of an object, except free JSON."""
 MOST_VALUES = 100_000
-"""Objects, lists and scalars of a body; a thousand turns with a hundred tools have ten thousand."""
+"""Maximum number of objects, lists and scalars in a body; a thousand turns with a hundred tools have ten thousand."""
 MOST_TURNS = 10_000
-"""Of a conversation."""
+"""Maximum number of turns in a conversation."""
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
 _OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$|(str|bool|int|float|constrained-\w+)$")
-"""The names of a union's branches, which are no part of a field's place."""
+"""Names of a union's branches, which pydantic adds to the location of a field."""
 LONGEST_NAME = 80
-"""Characters of an unknown field's name that an error repeats."""
+"""Maximum number of characters of an unknown field's name in an error."""
 
 
 class Body(BaseModel):
@@ -81,17 +81,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """They are accepted without effect."""
+    """Fields that are accepted without effect."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
-    """They would change the answer: only these values, which say nothing, are accepted."""
+    """Unsupported fields, with the values that are accepted because they change nothing."""
     instead: ClassVar[Mapping[str, str]] = _INSTEAD
-    """Advice about each unsupported field."""
+    """Advice about unsupported fields."""
 
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
-            raise ValueError(f"has {len(value)} fields, and {MOST_FIELDS} is the most")
+            raise ValueError(f"has {len(value)} fields, and the limit is {MOST_FIELDS}")
         return value
 
 
@@ -101,14 +101,14 @@ class StreamOptions(Body):
 
 
 class Extension(Body):
-    """The field `specfuse` of a request: which details of the answer the response includes."""
+    """The field `specfuse` of a request: the details that the response includes."""
 
     events: bool = False
-    """Every event of the engine, whole, for clients of our own."""
+    """Every event of the engine, for this package's clients."""
     ledger: Detail = "summary"
-    """The record with the end of the answer."""
+    """The detail of the record at the end of the answer."""
     report: bool = False
-    """The report of the answer so far, as HTML, a few times a second and with the end; then also as a file."""
+    """The HTML report of the answer so far, a few times a second; at the end, also as a file."""
 
 
 class GrammarBody(Body):
@@ -139,14 +139,14 @@ class ToolChoiceBody(Body):
 
 
 class AllowedToolsBody(Body):
-    """Some of the tools, one of which may or has to be called."""
+    """A part of the tools, one of which may ("auto") or must ("required") be called."""
 
     mode: Literal["auto", "required"]
     tools: Several[dict[str, JsonValue]] = Field(min_length=1)
 
     @property
     def names(self) -> list[str]:
-        """Of the tools, described as chats or as the Responses API describe them."""
+        """Names of the tools, in the form of chats or of the Responses API."""
         functions = (tool.get("function", tool) for tool in self.tools)
         return [str(function.get("name") if isinstance(function, dict) else function) for function in functions]
 
@@ -217,7 +217,7 @@ class Asked(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """The stream ends with a chunk of usage."""
+        """Whether the stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -249,7 +249,7 @@ class CompletionBody(Asked):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: the tokens of a text, or how many a conversation has."""
+    """POST /tokenize: the tokens of a text, or the number of tokens of a conversation."""
 
     model: str
     prompt: str | None = None
@@ -258,7 +258,7 @@ class TokenizeBody(Body):
 
 
 class BodyError(RequestError):
-    """A body is no JSON, or a field of it cannot be; `param` is the field."""
+    """A body is not JSON, or a field is invalid; `param` is the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -266,7 +266,7 @@ class BodyError(RequestError):
 
 
 class LongPromptError(BodyError):
-    """A prompt has more characters than the server reads, in words that clients know."""
+    """A prompt has more characters than the server accepts, in the wording that OpenAI's clients recognise."""
 
     def __init__(self, count: int, limit: int) -> None:
         super().__init__(
@@ -277,9 +277,9 @@ class LongPromptError(BodyError):
 
 
 def read_body(kind: type[B], raw: bytes) -> B:
-    """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
+    """The body as `kind`. Raises `BodyError`, which names the first invalid field."""
     quotes = raw.count(b'"') - raw.count(rb"\"")  # a lower bound on the quotes around strings
-    # counted before it is parsed: a million empty lists take seconds
+    # counted before parsing, because a million empty lists take seconds
     if quotes > 2 * MOST_VALUES or sum(map(_STRING.sub(b"", raw).count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise BodyError(
             f"the body holds more than {MOST_VALUES} values or names: shorten the conversation, or its tools"
@@ -287,11 +287,11 @@ def read_body(kind: type[B], raw: bytes) -> B:
     try:
         parsed = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise BodyError(f"the body is no JSON: {error}") from None
+        raise BodyError(f"the body is not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise BodyError("the body is no JSON object")
+        raise BodyError("the body is not a JSON object")
     if len(parsed) > MOST_FIELDS:
-        raise BodyError(f"the body has {len(parsed)} fields, and {MOST_FIELDS} is the most")
+        raise BodyError(f"the body has {len(parsed)} fields, and the limit is {MOST_FIELDS}")
     for name in sorted(set(parsed) - set(kind.model_fields)):
         if name in kind.ignored or parsed[name] is None or parsed[name] in kind.neutral.get(name, ()):
             del parsed[name]
@@ -309,9 +309,9 @@ def read_body(kind: type[B], raw: bytes) -> B:
 
 
 def _named(error: ValidationError) -> BodyError:
-    """The deepest complaint: of a union, the branch that came furthest, and whose type was right."""
-    complaints = error.errors(include_url=False, include_input=False)
-    complaint = max(complaints, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    place = ".".join(part for part in map(str, complaint["loc"]) if not _OF_UNIONS.match(part))
-    message = complaint["msg"].removeprefix("Value error, ")
+    """The deepest error: in a union, that of the branch that matched furthest, with the right type if possible."""
+    details = error.errors(include_url=False, include_input=False)
+    deepest = max(details, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    place = ".".join(part for part in map(str, deepest["loc"]) if not _OF_UNIONS.match(part))
+    message = deepest["msg"].removeprefix("Value error, ")
     return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

@@ -1,4 +1,4 @@
-"""From a checked body to calls of the engine."""
+"""From a validated body to calls of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specfuse_shared.text.grammars.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6
 _SETTING = re.compile(r"SamplingParams\.(\w+) ")
-"""How complaints about the sampling begin."""
+"""The beginning of error messages about sampling."""
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
 
 
@@ -55,14 +55,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Makes calls of bodies, under a server's `settings`, with its `defaults` of sampling."""
+    """Turns bodies into calls, with a server's `settings` and sampling `defaults`."""
 
     models: Models
     settings: ServerSettings
     defaults: SamplingParams
 
     def chat(self, body: ChatBody) -> Call:
-        """Raises `RequestError` or `ConfigError` if the request is not possible."""
+        """The call of a chat. Raises `RequestError` or `ConfigError` if the request is not possible."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
         tools, choice = _allowed(tools, body.tool_choice)
         grammar, spec = self._value(body)
@@ -82,7 +82,7 @@ class Reader:
         return Call(model, self._choices([[*messages, *spec]], params, body.n), options, use)
 
     def response(self, body: ResponsesBody) -> Call:
-        """Raises `RequestError` or `ConfigError` if the request is not possible."""
+        """The call of a response. Raises `RequestError` or `ConfigError` if the request is not possible."""
         with _in_words(_OF_RESPONSES):
             return self.chat(body.chat())
 
@@ -114,7 +114,7 @@ class Reader:
         if body.response_format is None:
             return _grammar(body), []
         if body.grammar is not None:
-            raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
+            raise BodyError("response_format and grammar both constrain the answer: give one of them", "grammar")
         self._check_size(len(repr(body.response_format)))
         response_format = body.response_format.model_dump(by_alias=True, exclude_none=True)
         with _about("response_format", "response_format.json_schema.schema."):
@@ -145,7 +145,7 @@ class Reader:
     ) -> list[RequestedChoice]:
         limit, count = self.settings.max_choices, len(prompts) * (n or 1)
         if count > limit:
-            raise BodyError(f"a request may ask for {limit} answers, not {count}: ask several times", "n")
+            raise BodyError(f"a request may have {limit} answers, not {count}: send several requests", "n")
         seeds = [params.seed if params.seed is None else params.seed + i for i in range(n or 1)]
         return [RequestedChoice(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
 
@@ -162,7 +162,7 @@ def _allowed(tools: list[Tool], choice: str | ToolChoiceBody | AllowedChoiceBody
     names, allowed = [tool.name for tool in tools], choice.allowed_tools
     for name in allowed.names:
         if name not in names:
-            raise BodyError(f"tool_choice allows the tool {name!r}, which is none of tools: {names}", "tool_choice")
+            raise BodyError(f"tool_choice allows the tool {name!r}, which is not in tools: {names}", "tool_choice")
     return [tool for tool in tools if tool.name in allowed.names], choice_of(allowed.mode)
 
 
@@ -186,7 +186,7 @@ def _grammar(body: Asked) -> Grammar | None:
 
 
 def _tool_use(tools: Sequence[Tool], choice: str, parallel: bool, grammar: Grammar | None) -> ToolUse:
-    """Tools whose schemas can be used. Raises `ConfigError` that names the tool and its field."""
+    """The use of tools with valid schemas. Raises `ConfigError`, which names the tool and its field."""
     try:
         use = ToolUse(tools, choice, parallel, grammar)
         use.grammar()
@@ -202,7 +202,7 @@ def _tool_use(tools: Sequence[Tool], choice: str, parallel: bool, grammar: Gramm
 
 @contextmanager
 def _about(param: str, of_schema: str | None = None) -> Iterator[None]:
-    """Errors from this block name this field; an error in a schema's field names that one, after `of_schema`."""
+    """Sets `param` of errors in this block: to the field, or for an error in a schema, to `of_schema` and its place."""
     try:
         yield
     except SpecFuseError as error:
@@ -213,7 +213,7 @@ def _about(param: str, of_schema: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def _in_words(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that leave this block name fields as the client does."""
+    """Replaces field names in errors of this block by those that the client used."""
     try:
         yield
     except SpecFuseError as error:

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's Responses API, checked, and translated into the body of a chat.
+"""Validated bodies of OpenAI's Responses API, and their translation into the body of a chat.
 
-Nothing is kept between requests: a client sends the whole conversation as `input`.
+Nothing is stored between requests: a client sends the whole conversation as `input`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specfuse_shared.messages import earlier_fields
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that requests log-probabilities."""
-NOTHING_KEPT = "no response is kept here"
+NOTHING_KEPT = "no response is stored here"
 Content = str | Several[dict[str, JsonValue]]
 
 
@@ -50,7 +50,7 @@ class EarlierItem(ItemBody):
 
 
 class MessageItem(ItemBody):
-    """A turn of anybody."""
+    """A turn of any role."""
 
     type: Literal["message"] = "message"
     role: str
@@ -76,7 +76,7 @@ class CallItem(EarlierItem):
     input: JsonValue = None
 
     def called(self) -> dict[str, Any]:
-        """The call as chats have it."""
+        """The call in the form of chats."""
         arguments = {"input": self.input} if self.type == "custom_tool_call" else self.arguments
         return {"id": self.call_id, "function": {"name": self.name, "arguments": arguments}}
 
@@ -114,8 +114,8 @@ Item = Annotated[
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="is of a type that is not read here: send message, function_call, function_call_output "
-        f"or reasoning (there are no tools of a provider, and {NOTHING_KEPT} that an item_reference could mean)",
+        custom_error_message="has an unsupported type: send message, function_call, function_call_output "
+        f"or reasoning (there are no provider-side tools, and {NOTHING_KEPT} for an item_reference)",
     ),
 ]
 
@@ -154,7 +154,7 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    """`summary`: whether to report reasoning. Whether and how long members think is their own setting."""
+    """`summary`: whether to report reasoning as a summary. The members' own settings decide whether they think."""
 
     effort: JsonValue = None
     summary: str | None = None
@@ -207,17 +207,17 @@ class ResponsesBody(Asked):
         if all(isinstance(item, SilentItem) for item in value):
             raise ValueError("holds no message")
         if len(value) >= MOST_TURNS:  # the instructions are a turn, too
-            raise ValueError(f"has {len(value)} items, and {MOST_TURNS - 1} is the most: shorten the conversation")
+            raise ValueError(f"has {len(value)} items, and the limit is {MOST_TURNS - 1}: shorten the conversation")
         return value
 
     @property
     def summarises(self) -> bool:
-        """Reasoning is reported as a summary, where most clients expect it."""
+        """Whether reasoning is reported as a summary, where most clients expect it."""
         reasoning = self.reasoning or ReasoningBody()
         return bool(reasoning.summary or reasoning.generate_summary)
 
     def chat(self) -> ChatBody:
-        """The same as a chat."""
+        """The same request as the body of a chat."""
         shared = {name: getattr(self, name) for name in Asked.model_fields}
         return ChatBody(
             **shared,
@@ -233,7 +233,7 @@ class ResponsesBody(Asked):
 
 
 def _turns(instructions: str | None, items: str | Sequence[Any]) -> list[MessageBody]:
-    """A turn for each message; calls belong to the assistant's turn before them."""
+    """One turn per message. Calls belong to the assistant's turn before them."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         if isinstance(item, MessageItem):

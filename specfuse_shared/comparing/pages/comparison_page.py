@@ -1,6 +1,6 @@
 """A comparison as one HTML file: the verdict first, then differences with intervals, numbers, and answers side by side.
 
-Nothing is fetched and no script runs; filters are radio buttons that CSS looks at.
+It needs no network and no scripts: filters are radio buttons with CSS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
 
 APART = 50.0
-"""Members that share less than this many per cent of their words say different things."""
+"""Below this per cent of shared words, members disagree."""
 MOST_NAMED = 10
 SCALE = 5
 """Points between two marks of the picture's axis."""
@@ -50,7 +50,7 @@ class DifferenceBar:
     """A difference in the picture; places are per cent of its width."""
 
     name: str
-    told: str
+    text: str
     start: float
     size: float
     middle: float
@@ -58,7 +58,7 @@ class DifferenceBar:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The differences of one column to its best member. `few`: too few rows to believe its intervals."""
+    """The differences of one column to its best member. `few`: too few rows for reliable intervals."""
 
     title: str
     best: str
@@ -130,7 +130,7 @@ def _title(column: Column) -> str:
 
 
 def _limit(columns: Sequence[Column]) -> int:
-    """Where the picture's axis ends, on both sides of zero: where all intervals fit that may be believed."""
+    """The end of the picture's axis, on both sides of zero: it holds all reliable intervals."""
     many = [column for column in columns if len(column.rows) >= FEWEST_ROWS] or list(columns)
     ends = [abs(end) for column in many for gap in column.differences.values() for end in _ends(gap)]
     return SCALE * max(1, ceil(max(ends, default=1.0) / SCALE))

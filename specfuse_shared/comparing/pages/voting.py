@@ -1,7 +1,7 @@
 """A blind vote: a page with two anonymous answers at a time, and people's votes on it.
 
-The page is one file and keeps its votes: a saved copy holds them, and so does a new page over the same file. Which side
-an answer appears on depends on the texts alone: hidden from voters, and reproducible.
+The page is one file. A saved copy contains its votes, and a new page written over it keeps them. The side of an answer
+depends only on the texts, so it is unknown to voters and reproducible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Votes:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two different answers to a question. `key`: of both texts; the ensemble's is left where it begins evenly."""
+    """Two different answers to a question. `key`: a hash of the texts. If its first digit is even, the ensemble's
+    answer is `left`."""
 
     key: str
     question: str
@@ -88,7 +89,7 @@ def rival_of(comparison: Comparison, against: str | None) -> str:
 
 
 def voting_page(comparison: Comparison, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
-    """The page to vote on, with the votes that were given before. Raises `ConfigError` where no answers differ."""
+    """The voting page, with earlier votes. Raises `ConfigError` if all answers are the same."""
     pairs = pairs_of(comparison, against)
     if not pairs:
         raise ConfigError("there is nothing to vote on: all answers are the same")
@@ -119,12 +120,12 @@ def votes_on(path: str | Path) -> dict[str, str]:
     except ValueError:
         votes = None
     if not isinstance(votes, dict) or not all(vote in CHOICES for vote in votes.values()):
-        raise ConfigError(f"{path} is no voting page: name one that `compare --vote` wrote, saved after the vote")
+        raise ConfigError(f"{path} is not a voting page: name one from `compare --vote`, saved after the vote")
     return votes
 
 
 def counted(comparison: Comparison, votes: Mapping[str, str]) -> tuple[Votes, int]:
-    """The votes on answers of this comparison, against the member that most of them are on; and how many are not."""
+    """The votes on this comparison, against the member with most votes, and the number of other votes."""
     tallies = [_tally(pairs_of(comparison, name), name, votes) for name in comparison.members]
     largest = max(tallies, key=lambda tally: tally.ours + tally.theirs + tally.equal)
     return largest, len(votes) - largest.ours - largest.theirs - largest.equal
@@ -138,5 +139,5 @@ def _tally(pairs: Sequence[Pair], against: str, votes: Mapping[str, str]) -> Vot
 
 
 def _json(value: Any) -> Markup:
-    """JSON that ends no script element and opens no comment."""
+    """JSON that cannot end a script element or open a comment."""
     return Markup(json.dumps(value, ensure_ascii=False).replace("<", "\\u003c"))

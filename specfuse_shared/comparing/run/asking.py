@@ -42,7 +42,7 @@ def asked_together(engine: EnsembleEngine, todo: Iterator[T], ask: Callable[[T],
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(done), done
     finally:
-        engine.close()  # ends what still runs, so that no thread is waited for
+        engine.close()  # ends running answers, so that the pool's threads end at once
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -82,7 +82,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def systems_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[Asker]:
-    """Each member, the ensemble, and, if wished, the ensemble without each; of two members, that is the other one."""
+    """Each member, the ensemble and, with `leave_one_out` and more than two members, the ensemble without each."""
     names = config.names
     askers = [*(Asker(name, config.only([name])) for name in names), Asker(ENSEMBLE, config)]
     if leave_one_out and len(names) > 2:
@@ -137,8 +137,8 @@ class EvalRun:
         self.failures: dict[tuple[str, str], str] = {}
 
     def ask_all(self) -> None:
-        """Ask all missing answers. Raises `EngineClosedError` if an engine broke; earlier answers are kept."""
-        self._tell("answers that are there")
+        """Ask all missing answers. Raises `EngineClosedError` if an engine fails; earlier answers are kept."""
+        self._report("answers that are there")
         for asker in self.askers:
             if asker.is_member and any(self._is_open(asker, question) for question in self._timed):
                 with self._loaded(asker.config) as engine:
@@ -164,7 +164,7 @@ class EvalRun:
         return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
 
     def weight_bytes(self, asker: Asker) -> int:
-        """Bytes of its members' weights; 0 where one is not known."""
+        """Bytes of its members' weights; 0 if one is unknown."""
         sizes = [self._member_bytes(asker.config.only([name])) for name in asker.config.names]
         return sum(sizes) if all(sizes) else 0
 
@@ -177,7 +177,7 @@ class EvalRun:
                 engine.generate("Hello", SamplingParams(max_tokens=1))
         for question in todo:
             self._keep(asker, question, partial(self._generate, engine, asker, question), alone=True)
-            self._tell(f"{asker.name}, one at a time")
+            self._report(f"{asker.name}, one at a time")
 
     # ── many at once ─────────────────────────────────────────────────────────────────────────────
 
@@ -192,15 +192,15 @@ class EvalRun:
                 yield whole.config.only([n for n in whole.config.names if n in names]), served
 
     def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
-        self._tell("many at a time")
+        self._report("many at a time")
         for (asker, question), done in asked_together(
             engine, self._open(askers), lambda pair: self._generate(engine, *pair)
         ):
             self._keep(asker, question, done.result)
-            self._tell("many at a time")
+            self._report("many at a time")
 
     def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
-        """What is not answered; all answers to a question near each other, so that they share its prompt."""
+        """The unanswered pairs, ordered by question, so that answers share its prompt."""
         begun: set[str] = set()
         for question in self.questions:
             for asker in askers:
@@ -216,7 +216,7 @@ class EvalRun:
         return Answer.of(engine.generate(question.prompt, params, members=list(asker.config.names)))
 
     def _keep(self, asker: Asker, question: Question, answer: Callable[[], Answer], *, alone: bool = False) -> None:
-        """An answer goes to the file at once; one that failed is named, and asked again by the next run."""
+        """Store an answer at once. A failure is recorded, and the next run asks again."""
         try:
             result = replace(answer(), alone=alone)
         except EngineClosedError:
@@ -230,7 +230,7 @@ class EvalRun:
     @contextmanager
     def _loaded(self, config: EnsembleConfig) -> Iterator[EnsembleEngine]:
         """An engine. The sizes of its members are stored, so that a run that only reads answers knows them."""
-        self._tell(f"loading {', '.join(config.names)}")
+        self._report(f"loading {', '.join(config.names)}")
         with (self._make_engine or new_engine)(config) as engine:
             for report in engine.load().describe():
                 key = key_of(config.only([report.name]), "member")
@@ -240,7 +240,7 @@ class EvalRun:
             yield engine
 
     def sizes(self) -> dict[str, int]:
-        """Member → parameters; 0 where they are not known."""
+        """Member → parameters; 0 if unknown."""
         configs = {name: asker.config.only([name]) for asker in self.askers for name in asker.config.names}
         return {name: size_of(self.run, config, "parameters") for name, config in configs.items()}
 
@@ -251,5 +251,5 @@ class EvalRun:
         place = asker.name, question.id
         return self._keys[place] not in self.run and place not in self.failures
 
-    def _tell(self, stage: str) -> None:
+    def _report(self, stage: str) -> None:
         self._on_progress(Progress(stage, self._done, len(self._wanted)))

@@ -30,7 +30,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 """Windows would write other line ends."""
 MARK = {"specfuse": "compare", "version": 1}
 _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "reuse_prefixes", "cache_dir")
-"""Settings that change when an answer comes, not what it is."""
+"""Settings that change the time of an answer, not its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +99,28 @@ class Answer:
 def key_of(config: EnsembleConfig, question: Any) -> str:
     """The key of an answer: the system and the question (plain JSON)."""
     settings = {k: v for k, v in plain_config(config, changed=False).items() if k not in _WITHOUT_EFFECT}
-    if len(config.names) == 1:  # how a round is decided has no effect on a member by itself
+    if len(config.names) == 1:  # settings of rounds have no effect on a single member
         settings = {"members": [{k: v for k, v in settings["members"][0].items() if k != "weight"}]}
     text = json.dumps([settings, question], sort_keys=True, ensure_ascii=False)
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def answer_key(config: EnsembleConfig, question: Question, max_tokens: int | None) -> str:
-    """Of an answer by all members of the configuration."""
+    """The key of an answer by all members of the configuration."""
     return key_of(config, _asked(question, max_tokens))
 
 
 def sample_key(
     config: EnsembleConfig, question: Question, max_tokens: int | None, temperature: float, seed: int
 ) -> str:
-    """Of one sample of a member."""
+    """The key of one sample of a member."""
     return key_of(config, ["sample", temperature, seed, *_asked(question, max_tokens)])
 
 
 def together_key(
     config: EnsembleConfig, question: Question, max_tokens: int | None, temperature: float, count: int
 ) -> str:
-    """Key of the seconds for this number of samples of a member, asked together."""
+    """The key of the seconds of this number of concurrent samples of a member."""
     return key_of(config, ["together", temperature, count, *_asked(question, max_tokens)])
 
 
@@ -130,10 +130,10 @@ def _asked(question: Question, max_tokens: int | None) -> list[Any]:
 
 
 class RunFile:
-    """The records of a run, in a file or (path None) in memory alone. Use as a context manager.
+    """The records of a run, in a file or, with `path=None`, in memory. Use it as a context manager.
 
-    One process writes it at a time; any thread may `add`. Raises `ConfigError` for a file that is none of a run.
-    While it is open, FILE.lock exists as well: on Windows a locked file could not be read by other programs.
+    One process writes it at a time; any thread may `add`. Raises `ConfigError` for a file that is not a run's. While it
+    is open, FILE.lock exists, because on Windows other programs could not read a locked file.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -142,13 +142,13 @@ class RunFile:
         # any thread may close it
         self._claim = None if path is None else FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
         self._lock = threading.Lock()
-        self._found: dict[str, dict[str, Any]] = {}
+        self._records: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Self:
         if self.path is not None:
             try:
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o644)
-                self._keep_others_out()
+                self._lock_file()
             except OSError as error:
                 self.close()
                 hint = "name a file in a folder that exists and that you may write to"
@@ -168,40 +168,40 @@ class RunFile:
         if file is not None:
             os.close(file)
         if self._claim is not None and self._claim.is_locked:
-            with suppress(OSError):  # on Windows it goes when it is released
+            with suppress(OSError):  # on Windows, releasing it deletes it
                 os.unlink(self._claim.lock_file)
             self._claim.release()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._records
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._records)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        return self._found.get(key)
+        return self._records.get(key)
 
     def by_question(self) -> dict[str, Answer]:
         """Question id → the last answer to it, from any system: for a file with the answers of one."""
-        answers = (record for record in self._found.values() if "question" in record)
+        answers = (record for record in self._records.values() if "question" in record)
         return {str(record["question"]): Answer.from_dict(record) for record in answers}
 
     def answer(self, key: str) -> Answer | None:
-        stored = self._found.get(key)
+        stored = self._records.get(key)
         return None if stored is None else Answer.from_dict(stored)
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keep a record under a key. Raises `SpecFuseError` where it cannot be written."""
+        """Store a record under a key. Raises `SpecFuseError` if it cannot be written."""
         line = json.dumps({"key": key, **record}, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
             if self._file is not None:
                 self._write(self._file, line)
-            self._found[key] = dict(record)
+            self._records[key] = dict(record)
 
     def add_answer(self, key: str, answer: Answer, asker: str, question: str) -> None:
         self.add(key, {"asker": asker, "question": question, **asdict(answer)})
 
-    def _keep_others_out(self) -> None:
+    def _lock_file(self) -> None:
         assert self._claim is not None
         try:
             self._claim.acquire()
@@ -212,13 +212,13 @@ class RunFile:
             ) from error
 
     def _begin(self, file: int) -> None:
-        """Read what is there, and cut off a line that was left half."""
+        """Read the records, and cut off an incomplete last line."""
         with open(file, "rb", closefd=False) as stream:
             data = stream.read()
         whole, _, rest = data.rpartition(b"\n")
         lines = whole.split(b"\n") if whole else []
         if (lines or rest) and not _is_mark(lines[0] if lines else rest, torn=not lines):
-            raise ConfigError(f"{self.path} is no file of a run: name another one, it is not touched")
+            raise ConfigError(f"{self.path} is not a run's file: name another one (it was not changed)")
         if rest:
             os.truncate(file, len(data) - len(rest))
         if not lines:
@@ -230,9 +230,9 @@ class RunFile:
             try:
                 record = json.loads(line)
                 key = record.pop("key")
-            except (ValueError, KeyError, AttributeError):  # a disk that was full may leave such a line
+            except (ValueError, KeyError, AttributeError):  # a full disk may leave such a line
                 continue
-            self._found[key] = record
+            self._records[key] = record
 
     def _write(self, file: int, line: bytes) -> None:
         try:
@@ -247,7 +247,7 @@ class RunFile:
 
 
 def _is_mark(line: bytes, torn: bool) -> bool:
-    """Whether a file begins as one of a run; `torn`: its first line may be incomplete."""
+    """Whether a file begins like a run's. `torn`: its first line may be incomplete."""
     line = line.removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")  # as editors of Windows write them
     whole = json.dumps(MARK).encode()
     return whole.startswith(line) if torn else line == whole

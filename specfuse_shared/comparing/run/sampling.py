@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 TEMPERATURE = 0.7
-"""As in most published votes among samples of one model (self-consistency, arXiv 2203.11171)."""
+"""The temperature of most published self-consistency results (arXiv 2203.11171)."""
 MOST_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Samples 1 to `count` of a member, whose configuration holds nothing else."""
+    """Samples 1 to `count` of a member. `member`: the configuration with this member alone."""
 
     member: EnsembleConfig
     question: Question
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A question at which samples of a member are timed: `count` of them, and 2, 4, 8 … until that takes `seconds`."""
+    """A question with timed samples of a member: `count` of them, and 2, 4, 8 … until they take `seconds`."""
 
     member: EnsembleConfig
     question: Question
@@ -49,7 +49,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How members are sampled: at which `temperature`, and at `most` how often. Raises `ConfigError`."""
+    """The `temperature` of samples, and their maximum number (`most`). Raises `ConfigError`."""
 
     temperature: float = TEMPERATURE
     most: int = MOST_SAMPLES
@@ -57,11 +57,11 @@ class Sampling:
     def __post_init__(self) -> None:
         greedy = SamplingParams(temperature=self.temperature).greedy
         check(not greedy, f"samples need a temperature above 0, not {self.temperature!r}: at 0 they are all the same")
-        check(self.most >= 1, f"there must be 1 sample or more at most, not {self.most!r}")
+        check(self.most >= 1, f"the maximum number of samples must be at least 1, not {self.most!r}")
 
 
 class Sampler:
-    """Asks members for samples. `failures`: member → why samples are missing."""
+    """Draws samples of members. `failures`: member → the reason for missing samples."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Sampler:
         self._done = self._total = 0
 
     def samples(self, job: Wanted) -> list[Answer]:
-        """Those that there are, in the order of their seeds."""
+        """The stored samples, in the order of their seeds."""
         stored = (self.run.answer(self._key(job, seed)) for seed in range(1, job.count + 1))
         return [answer for answer in stored if answer is not None]
 
@@ -89,7 +89,7 @@ class Sampler:
         """Ask for missing samples, one member after another, all samples of a question at the same time."""
         self._total = sum(job.count for job in everything)
         self._done = self._total - sum(1 for _ in self._missing(everything))
-        self._tell("samples of the best member")
+        self._report("samples of the best member")
         for member in _members(everything):
             of_member = [job for job in everything if job.member == member]
             if next(self._missing(of_member), None) is None:
@@ -100,10 +100,10 @@ class Sampler:
                 ):
                     self._keep(each, seed, outcome.result)
                     self._done += 1
-                    self._tell("samples of the best member")
+                    self._report("samples of the best member")
 
     def time(self, rows: Sequence[Timed]) -> None:
-        """Measure how long samples take when nothing else runs, where that is not known yet."""
+        """Measure the seconds of samples without concurrent work, unless the run's file has them."""
         for member in _members(rows):
             of_member = [row for row in rows if row.member == member]
             if all(self._unmeasured(row) is None for row in of_member):
@@ -123,7 +123,7 @@ class Sampler:
         return [1 << n for n in range(1, self.sampling.most.bit_length()) if 1 << n <= self.sampling.most]
 
     def _unmeasured(self, row: Timed) -> Wanted | None:
-        """What is to be measured next."""
+        """The next number of samples to measure, or None."""
         exact = Wanted(row.member, row.question, row.count)
         if row.count > 1 and self.seconds(exact) is None:
             return exact
@@ -137,13 +137,13 @@ class Sampler:
         return None
 
     def seconds(self, job: Wanted) -> float | None:
-        """How long the samples took, asked together; None if that was not measured."""
+        """The seconds of the concurrent samples; None if they were not measured."""
         stored = self.run.get(self._together(job))
         return None if stored is None else float(stored["seconds"])
 
     def _time(self, engine: EnsembleEngine, job: Wanted) -> bool:
-        """Whether that could be measured."""
-        self._tell(f"{job.member.names[0]}, {job.count} samples together")
+        """Measure the seconds of the samples. Returns False if one fails."""
+        self._report(f"{job.member.names[0]}, {job.count} samples together")
         with ThreadPoolExecutor(job.count, thread_name_prefix="specfuse-sampling") as pool:
 
             def ask_all(generate: Callable[[int], object]) -> float:
@@ -189,13 +189,13 @@ class Sampler:
 
     @contextmanager
     def _loaded(self, member: EnsembleConfig) -> Iterator[EnsembleEngine]:
-        """An engine that forgets prompts: a batch whose prompt an earlier one left would seem faster than it is."""
-        self._tell(f"loading {member.names[0]}")
+        """An engine without prefix reuse, because a cached prompt would make a batch seem faster."""
+        self._report(f"loading {member.names[0]}")
         with self._make_engine(replace(member, reuse_prefixes=False)) as engine:
             engine.load()
             yield engine
 
-    def _tell(self, stage: str) -> None:
+    def _report(self, stage: str) -> None:
         self._on_progress(Progress(stage, self._done, self._total))
 
     def _key(self, job: Wanted, seed: int) -> str:
