@@ -42,6 +42,9 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 65_536
 """Of a head; real ones have some fifty."""
+_MOST_DIMENSIONS = 8
+_WHOLE_TENSORS = {0, 1, 28, 30}
+"""Types of tensors that are not quantised: float32, float16, float64 and bfloat16."""
 _LONGEST_STRING = 4 * 2**20
 """Bytes; chat templates have a hundred thousand at most."""
 _SHORT = 4096
@@ -93,12 +96,13 @@ class Table:
 class GgufHead:
     """Facts of a model of `size` bytes, all its parts together.
 
-    `values` are its metadata but for long tables, with the family's name cut off. Everything is as the file states it;
-    0 or None where it does not.
+    `values` are its metadata but for long tables, with the family's name cut off. `tensors`: the type of each tensor of
+    this part, by its name. Everything is as the file states it; 0 or None where it does not.
     """
 
     size: int
     values: Mapping[str, Any]
+    tensors: Mapping[str, int]
 
     @property
     def architecture(self) -> str:
@@ -195,17 +199,29 @@ def _head(path: Path, size: int, changed: int) -> GgufHead:
     """Metadata of the file in this state: size and modification time only show when it has to be read again."""
     values: dict[str, Any] = {}
     with path.open("rb") as file:
-        magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
+        magic, _, tensor_count, count = struct.unpack("<4sIQQ", file.read(24))
         if magic != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        if count > _MOST_ENTRIES:
-            raise ValueError(f"it claims {count} entries")
+        if max(count, tensor_count) > _MOST_ENTRIES:
+            raise ValueError(f"it claims {max(count, tensor_count)} entries")
         for _ in range(count):
             key, kind = _string(file), _number(file, "<I")
             values[key] = _value(file, kind)
+        tensors = dict(_tensor(file) for _ in range(tensor_count))
     named = (key.removesuffix(".context_length") for key in values if key.endswith(".context_length"))
     family = str(values.get("general.architecture") or next(named, "")) + "."
-    return GgufHead(size, {key.removeprefix(family): value for key, value in values.items()})
+    return GgufHead(size, {key.removeprefix(family): value for key, value in values.items()}, tensors)
+
+
+def _tensor(file: BinaryIO) -> tuple[str, int]:
+    """The name of a tensor and its type; its shape and place are skipped."""
+    name, dimensions = _string(file), _number(file, "<I")
+    if dimensions > _MOST_DIMENSIONS:
+        raise ValueError(f"it claims a tensor of {dimensions} dimensions")
+    file.seek(8 * dimensions, SEEK_CUR)
+    kind = _number(file, "<I")
+    file.seek(8, SEEK_CUR)
+    return name, int(kind)
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
@@ -521,17 +537,12 @@ def _made(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _is_quantised(gguf: Path) -> bool:
-    from gguf import GGMLQuantizationType, GGUFReader
-
-    whole = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
-    return any(tensor.tensor_type not in whole for tensor in GGUFReader(gguf).tensors)
+    return any(kind not in _WHOLE_TENSORS for kind in gguf_head(gguf, whole=False).tensors.values())
 
 
 def has_tensor(parts: Sequence[Path], name: str) -> bool:
     """Whether one of the parts of a model holds a tensor of this name."""
-    from gguf import GGUFReader
-
-    return any(tensor.name == name for part in parts for tensor in GGUFReader(part).tensors)
+    return any(name in gguf_head(part, whole=False).tensors for part in parts)
 
 
 def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
