@@ -318,7 +318,7 @@ class AnswerSession:
             verify = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
             verdicts = (await self._ask({name: verify})).get(name) if name in self.participants.present else None
             if isinstance(verdicts, Verdicts):
-                logprobs.judged(text, verdicts.each[0])
+                logprobs.judged(verdicts)
             else:
                 logprobs.is_over = True
         elif text:
@@ -334,7 +334,7 @@ class AnswerSession:
         """The last text with the log-probabilities that no text before it had."""
         assert isinstance(event, SegmentEvent)
         assert self._logprobs is not None
-        return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.told))
+        return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.reported))
 
     def _publish(self, current: Round) -> None:
         """Emit the round; `_finish` emits the last one."""
@@ -400,7 +400,7 @@ class AnswerSession:
         await Wanted({name: Close()})
         if not isinstance(verdicts, Verdicts):
             return None
-        return token_logprobs(side.member.codec, self.text, verdicts.each[0])
+        return token_logprobs(side.member.codec, verdicts)
 
     def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer has not ended"

@@ -18,12 +18,12 @@ from specfuse_shared.policies import (
     AggregatePolicy,
     CandidateLogprobs,
     Election,
-    Electorate,
     MeanLogprob,
     ScorePolicy,
     Stretch,
     mean_after,
 )
+from tests.support import elections
 
 
 def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:
@@ -47,9 +47,8 @@ def elect(
     aggregate: AggregatePolicy = policies.weighted_mean,
     barred: Sequence[int] = (),
 ) -> Election:
-    weights = weights or [1 / len(rows)] * len(rows)
     drafters = [[min(i, len(rows) - 1)] for i in range(len(rows[0]))]
-    return Electorate(score, aggregate, weights).elect(rows, drafters, [i in barred for i in range(len(rows[0]))])
+    return elections.elect(rows, drafters, weights, score=score, aggregate=aggregate, barred=barred)
 
 
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────
@@ -443,9 +442,8 @@ def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
     strong = [candidate(("A", 0.2)), candidate(("B", 0.03))]
     weak = [candidate(("A", 0.1)), candidate(("B", 0.5))]
     rows, drafters = [strong, weak], [[0], [1]]
-    plain = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4])
-    assert plain.elect(rows, drafters, [False] * 2).winner == 1
-    result = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4], whole_values=True).elect(rows, drafters, [False] * 2)
+    assert elections.elect(rows, drafters, [0.6, 0.4]).winner == 1
+    result = elections.elect(rows, drafters, [0.6, 0.4], whole_values=True)
     assert result.winner == 0
     assert result.scores[0] == pytest.approx([20 / 23, 3 / 23])
     assert result.votes == pytest.approx([0.6 * 20 / 23 + 0.4 / 6, 0.6 * 3 / 23 + 0.4 * 5 / 6])
