@@ -52,7 +52,7 @@ class AggregatePolicy(Protocol):
 
         `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
         `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, are neither
-        candidates nor voters in this round.
+        candidates nor voters in this round. If no voter or no candidate would be left, there are no outsiders.
         """
         ...
 
@@ -421,11 +421,13 @@ class Electorate:
         The candidate with the lowest vote leaves, and the rest are compared again without it, until one is left. So no
         candidate loses because a third one was short. `scores` and `votes` are from the first comparison of all
         candidates. A candidate that `repeats` gets no vote. It loses against every other candidate; with three or more
-        voters, only against plausible ones. The aggregate's `outsiders` are neither candidates nor voters.
+        voters, only against plausible ones. The aggregate's `outsiders` are neither candidates nor voters, provided
+        that a voter and a candidate are left.
         """
         scores, votes = self._compare(candidates)
-        if outsiders := self._outsiders(scores, candidates):
-            return replace(self._without(outsiders, candidates), scores=scores)
+        inner = self._without(self._outsiders(scores, candidates), candidates)
+        if inner is not None:
+            return replace(inner, scores=scores)
         winner = self._left(candidates, scores, votes)
         votes = [0.0 if candidate.repeats else vote for candidate, vote in zip(candidates, votes, strict=True)]
         return Election(scores, votes, candidates.index(winner))
@@ -448,17 +450,21 @@ class Electorate:
         find = getattr(self.aggregate, "outsiders", None)
         if find is None or len(scores) < 3:
             return set()
-        names = list(self.weights)
-        return {names[j] for j in find(scores, list(self.weights.values()), self._authors(candidates))}
+        numbers = set(find(scores, list(self.weights.values()), self._authors(candidates)) or ())
+        return {name for j, name in enumerate(self.weights) if j in numbers}
 
-    def _without(self, outsiders: set[str], candidates: Sequence[RoundCandidate]) -> Election:
-        """The election without these verifiers, and without what they alone wrote, which gets no vote."""
+    def _without(self, outsiders: set[str], candidates: Sequence[RoundCandidate]) -> Election | None:
+        """The election without these verifiers, and without what they alone wrote, which gets no vote.
+
+        None if there are no outsiders, or if no voter or no candidate is left without them.
+        """
         voters = {name: weight for name, weight in self.weights.items() if name not in outsiders}
-        mass = math.fsum(voters.values())
-        electorate = replace(self, weights={name: weight / mass for name, weight in voters.items()})
         authors = {candidate: self.weights.keys() & candidate.drafters for candidate in candidates}
         left = [candidate for candidate, names in authors.items() if not names or names - outsiders]
-        election = electorate.elect(left)
+        if not outsiders or not voters or not left:
+            return None
+        mass = math.fsum(voters.values())
+        election = replace(self, weights={name: weight / mass for name, weight in voters.items()}).elect(left)
         votes = dict(zip(left, election.votes, strict=True))
         winner = candidates.index(left[election.winner])
         return Election(election.scores, [votes.get(candidate, 0.0) for candidate in candidates], winner)

@@ -18,6 +18,7 @@ from specfuse_shared.policies import (
     AggregatePolicy,
     CandidateLogprobs,
     Election,
+    Matrix,
     MeanLogprob,
     ScorePolicy,
     Stretch,
@@ -435,6 +436,32 @@ def test_the_winner_does_not_hang_on_the_order_of_candidates(
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)
         assert drafts[result.winner] == moved[again.winner]
         assert all(0 <= vote <= 1 + 1e-9 for vote in result.votes)
+
+
+class Outsiders:
+    """The weighted mean, with these verifiers as outsiders."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        return policies.weighted_mean(scores, weights, drafters)
+
+    def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> Sequence[int]:
+        return self.numbers
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (0, 1), ()], ids=["all verifiers", "all drafters", "none"])
+def test_outsiders_without_whom_no_voter_or_no_candidate_is_left_stay(numbers: tuple[int, ...]) -> None:
+    row = [candidate(("A", 0.2)), candidate(("B", 0.6))]
+    result = elections.elect([row] * 3, [[0], [1]], aggregate=Outsiders(*numbers))
+    assert (result.winner, result.votes) == (1, pytest.approx([0.2, 0.6]))
+
+
+def test_outsiders_are_neither_candidates_nor_voters() -> None:
+    row = [candidate(("A", 0.2)), candidate(("B", 0.6))]
+    result = elections.elect([row] * 3, [[0], [1]], aggregate=Outsiders(1))
+    assert (result.winner, result.votes) == (0, pytest.approx([0.2, 0.0]))
 
 
 def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
