@@ -86,27 +86,27 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
     return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
 
 
-SECOND = 1000.0
-"""A candidate is implausible to a verifier that finds it less than 1/`SECOND` as likely as another one."""
-MOST = 0.5
-"""A member with more of the votes than this outvotes all others together."""
+PLAUSIBILITY_FACTOR = 1000.0
+"""A candidate is plausible to a verifier if no other one is more than this many times as likely to it."""
+MAJORITY = 0.5
+"""A member with a larger share of the votes than this outvotes all others together."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondedMean:
     """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
 
-    Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
-    cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are neither candidates
-    nor voters. A member with most of the votes is exempt: weak members do not know its facts.
+    Its author's vote counts at most `PLAUSIBILITY_FACTOR` times the highest other vote. So a member that is sure of its
+    own nonsense cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are
+    neither candidates nor voters. A member with most of the votes is exempt: weak members do not know its facts.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         def counted(j: int, i: int) -> float:
-            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MOST:
+            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MAJORITY:
                 return scores[j][i]
             second = max(row[i] for k, row in enumerate(scores) if k != j)
-            return min(scores[j][i], SECOND * second)
+            return min(scores[j][i], PLAUSIBILITY_FACTOR * second)
 
         return weighted_mean(
             [[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters
@@ -119,10 +119,10 @@ class SecondedMean:
             (j, i)
             for j, row in enumerate(scores)
             for i, score in enumerate(row)
-            if list(drafters[i]) != [j] and SECOND * score >= max(row)
+            if list(drafters[i]) != [j] and PLAUSIBILITY_FACTOR * score >= max(row)
         ]
         insiders = {j for j, _ in trusted} | {drafters[i][0] for _, i in trusted if len(drafters[i]) == 1}
-        insiders |= {j for j, weight in enumerate(weights) if weight > MOST} if insiders else set()
+        insiders |= {j for j, weight in enumerate(weights) if weight > MAJORITY} if insiders else set()
         return [j for j in range(len(scores)) if j not in insiders] if insiders else []
 
 
@@ -174,7 +174,7 @@ class OnlineFeedback:
     """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
 
     Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Except with
-    `paper`, verifiers do not compare two candidates that are both implausible to them (`SECOND`).
+    `paper`, verifiers do not compare two candidates that are both implausible to them (`PLAUSIBILITY_FACTOR`).
     """
 
     schedule: Schedule = "constant"
@@ -187,7 +187,7 @@ class OnlineFeedback:
 
     def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
         eta = self.eta(len(weights), round_index)
-        won = rewards(scores, None if self.schedule == "paper" else SECOND)
+        won = rewards(scores, None if self.schedule == "paper" else PLAUSIBILITY_FACTOR)
         return normalised([w * math.exp(eta * r) for w, r in zip(weights, won, strict=True)])
 
 
@@ -313,8 +313,9 @@ class Stretch:
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         ending = sorted((c for c in candidates if c.ends), key=lambda c: c.size)
+        shorter = [next((e for e in ending if _continues(c, e)), None) for c in candidates]
         size = self._size(candidates)
-        return [math.exp(self._logprob(c, next((e for e in ending if _goes_on(c, e)), None), size)) for c in candidates]
+        return [math.exp(self._logprob(c, e, size)) for c, e in zip(candidates, shorter, strict=True)]
 
     def _size(self, candidates: Sequence[CandidateLogprobs]) -> int:
         """B in bytes."""
@@ -373,7 +374,7 @@ def mean_after(candidate: CandidateLogprobs, size: int) -> float:
     return math.exp(math.fsum(tail) / len(tail)) if tail else 1.0
 
 
-def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
+def _continues(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
     """Whether the candidate continues after the text of `ending`, which ends the turn."""
     return candidate.text.startswith(ending.text) and (not candidate.ends or candidate.text != ending.text)
 
@@ -436,7 +437,7 @@ class Electorate:
         """The candidate that is left after the others have been removed one by one."""
         left = list(candidates)
         if any(candidate.repeats for candidate in candidates):
-            threshold = max(votes) / SECOND if len(self.weights) > 2 else 0.0
+            threshold = max(votes) / PLAUSIBILITY_FACTOR if len(self.weights) > 2 else 0.0
             voted = zip(candidates, votes, strict=True)
             left = [c for c, vote in voted if not c.repeats and vote >= threshold] or left
         while len(left) > 1:
@@ -485,7 +486,7 @@ class Electorate:
         if shortest.ends or not longer:
             return candidates[lowest]
         expected = [self._expected(candidate, shortest.size) for candidate in longer]
-        return shortest if max(expected) >= MOST else longer[expected.index(min(expected))]
+        return shortest if max(expected) >= MAJORITY else longer[expected.index(min(expected))]
 
     def _expected(self, candidate: RoundCandidate, size: int) -> float:
         """Weighted mean of the verifiers' probabilities of this candidate after its first `size` bytes."""

@@ -117,7 +117,7 @@ class Round:
         Members commit the segment with their next drafts, so that it is streamed without waiting for commits.
         """
         limit = self._policies.segment_limit(self._answer.tokens)
-        for tokens in self._policies.config.looks(limit):
+        for tokens in self._policies.config.draft_limits(limit):
             await self._draft(tokens)
             if len(self._candidates) > 1:
                 await self._verify(tokens)
@@ -274,7 +274,7 @@ class Round:
         if len(candidates) > 1:
             election = self._election()
             self._winner = candidates[election.winner]
-            margin = self._policies.config.margin(whole=self._are_short)
+            margin = self._policies.config.margin(whole=self._needs_whole_drafts)
             decided = is_last or election.is_clear(margin)
         else:
             self._winner = candidates[0] if candidates else None
@@ -302,7 +302,7 @@ class Round:
         return loop is not None and loop.closer != ""
 
     @property
-    def _are_short(self) -> bool:
+    def _needs_whole_drafts(self) -> bool:
         """Whether an early winner needs the higher margin, because candidates are better compared in full.
 
         One of them ends the answer or begins a tool call, or a grammar allows no free text.
