@@ -113,7 +113,7 @@ def test_a_lone_member_sends_short_segments() -> None:
     assert [r.text.count(" ") for r in result.rounds] == [3, 3, 3, 3]
 
 
-def test_looks_double_up_to_the_limit() -> None:
+def test_draft_limits_double_up_to_the_limit() -> None:
     config = EnsembleConfig(["a", "b"])
     assert config.draft_limits(20) == (5, 10, 20)
     assert config.draft_limits(15) == (5, 10, 15)
