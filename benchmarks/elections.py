@@ -25,7 +25,7 @@ import json
 import math
 import queue
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,6 +40,7 @@ from rich.table import Table
 from variants import Override, mean_probability
 
 from specfuse_shared import EnsembleConfig, MemberConfig, Message, SamplingParams, demo_members
+from specfuse_shared.candidate import CandidateLogprobs, RoundCandidate
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.intervals import difference
 from specfuse_shared.comparing.metrics import score
@@ -56,13 +57,11 @@ from specfuse_shared.members.stages import (
     ScoringQuery,
     StageRequest,
     StageResult,
-    Verdicts,
     Verify,
     ignore_steps,
 )
 from specfuse_shared.policies import (
     AggregatePolicy,
-    CandidateLogprobs,
     Electorate,
     Matrix,
     SecondedMean,
@@ -168,12 +167,13 @@ class Ballot:
         """The winner among the candidates that are `left`; None if there are none, or it is not clear from `margin`."""
         if len(left) < 2:
             return left[0] if left else None
-        at = [self.voters.index(name) for name in some]
-        weights = [self.sizes[j] ** power for j in at]
-        electorate = Electorate(Stretch(), aggregate, [weight / sum(weights) for weight in weights])
-        rows = [[self.table[j][i] for i in left] for j in at]
-        drafters = [[some.index(name) for name in some if name in authors[i]] for i in left]
-        election = electorate.elect(rows, drafters, [False] * len(left))
+        at = {name: self.voters.index(name) for name in some}
+        weights = {name: self.sizes[j] ** power for name, j in at.items()}
+        total = sum(weights.values())
+        electorate = Electorate(Stretch(), aggregate, {name: weight / total for name, weight in weights.items()})
+        election = electorate.elect(
+            [_candidate({name: self.table[j][i] for name, j in at.items()}, authors[i]) for i in left]
+        )
         return left[election.winner] if election.is_clear(margin) or not margin else None
 
     def looked_at(self, tokens: int) -> Ballot:
@@ -186,6 +186,12 @@ class Ballot:
                 for row in rows:
                     row[i] = _begun(row[i], size)
         return replace(self, table=rows)
+
+
+def _candidate(seen: dict[str, CandidateLogprobs], authors: Collection[str]) -> RoundCandidate:
+    """A candidate as these voters see it; those in `authors` drafted it."""
+    text, ends = next((one.text, one.ends) for one in seen.values())
+    return RoundCandidate(text, ends, [name for name in seen if name in authors], logprobs=seen)
 
 
 def _begun(seen: CandidateLogprobs, size: int) -> CandidateLogprobs:
@@ -282,7 +288,7 @@ class Collector:
         known = {n: query for n, query in said.items() if query.text}
         found = self._ask({n: (opened[n].member, Verify((query,), top=count + 1)) for n, query in known.items()})
         for number, query in known.items():
-            top = found[number].each[0].tops[0]
+            top = found[number].tops[0][0]
             chances = [math.exp(logprob) for _, logprob in top]
             codec = opened[number].member.codec
             pieces = codec.alternatives(query.text, [[token for token, _ in top]])[0]
@@ -294,21 +300,12 @@ class Collector:
     def _judged(self, question: Question, judges: Sequence[int], said: Sequence[tuple[Claim, ScoringQuery]]) -> Ballot:
         queries = tuple(dict.fromkeys(query for _, query in said))
         found = self._ask({n: (v.member, Verify(queries)) for n, v in zip(judges, self.voters, strict=True)})
-        table = []
-        for number in judges:
-            assert isinstance(found[number], Verdicts)
-            table.append(
-                [
-                    CandidateLogprobs(query.text, query.ends, verdict.logprobs, verdict.token_bytes)
-                    for query, verdict in zip(queries, found[number].each, strict=True)
-                ]
-            )
         return Ballot(
             voters=[voter.name for voter in self.voters],
             sizes=[voter.member.info.report.parameters for voter in self.voters],
             claims=[[claim for claim, query in said if query == each] for each in queries],
             metrics=[score(question, query.text) for query in queries],
-            table=table,
+            table=[list(found[number].each) for number in judges],
         )
 
 

@@ -329,7 +329,7 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Rivals) -> dict[str, str
     cost, hanging = facts["cost"], facts.get("coherence")
     return {
         "variant": name,
-        **{f"{column} (to {_told(of)})": compared(column) for column, of in rivals.items()},
+        **{f"{column} (to {_rival(of)})": compared(column) for column, of in rivals.items()},
         "words": listed("words"),
         "words ÷ members'": _ratios(name, whole),
         "circles %": listed("circles"),
@@ -343,7 +343,7 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Rivals) -> dict[str, str
     }
 
 
-def _told(of: Mapping[str, str]) -> str:
+def _rival(of: Mapping[str, str]) -> str:
     """Whom a column's variants are compared with, where it is the same one for all."""
     return next(iter(of.values())) if len(set(of.values())) == 1 else "their best member"
 
@@ -386,7 +386,7 @@ def plot(whole: Mapping[str, Any], rivals: Rivals, file: Path) -> None:
         panel.axvline(0, color="#444", linewidth=0.8)
         panel.errorbar(means, range(len(names)), xerr=spread, fmt="none", ecolor=colours, elinewidth=2)
         panel.scatter(means, range(len(names)), color=colours, zorder=3)
-        panel.set_title(f"{column}\nagainst {_told(of)}", fontsize=9)
+        panel.set_title(f"{column}\nagainst {_rival(of)}", fontsize=9)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     grid[0][0].invert_yaxis()

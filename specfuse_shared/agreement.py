@@ -390,7 +390,7 @@ class _ComparedRound:
         """Of each place its rank, where it is, who is known there, and who would have written something else."""
         for first, last in self._places():
             differing = [draft for draft in self._drafts if self._within(draft, first, last)]
-            member_words = [self._told(draft, first, last) for draft in differing]
+            member_words = [self._alternative(draft, first, last) for draft in differing]
             place = self._place(first, last)
             votes = {draft.member: draft.weight for draft in self._drafts if self._knows(draft, place[0])}
             votes |= {draft.member: draft.weight for draft in differing}
@@ -482,7 +482,7 @@ class _ComparedRound:
             s for s in draft.stretches if first <= s.first and s.last <= last and (s.first < last or s.first == first)
         ]
 
-    def _told(self, draft: _Draft, first: int, last: int) -> tuple[int, MemberWords]:
+    def _alternative(self, draft: _Draft, first: int, last: int) -> tuple[int, MemberWords]:
         """The draft's alternative to these words of the segment, and its importance."""
         text = self._within(draft, first, last)
         begin = text[0].draft_first - (text[0].first - first)

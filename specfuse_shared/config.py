@@ -556,13 +556,16 @@ class EnsembleConfig(Settings):
         members = [member for member in self.member_configs if member.name in names]
         return replace(self, members=members, reference=self.reference if self.reference in names else None)
 
-    def looks(self, limit: int) -> tuple[int, ...]:
-        """Numbers of drafted tokens at which candidates are compared; the last one is `limit`."""
+    def draft_limits(self, limit: int) -> tuple[int, ...]:
+        """Numbers of drafted tokens after which candidates are compared; the last one is `limit`."""
         early, count = [], self.segment_tokens
         while self.early_margin and count < limit:
             early.append(count)
             count *= 2
         return (*early, limit)
+
+    looks = draft_limits
+    """The former name."""
 
     def margin(self, *, whole: bool) -> float:
         """Factor by which the winner's vote has to exceed every other vote to be streamed before drafts are finished.
@@ -581,9 +584,12 @@ class EnsembleConfig(Settings):
         return max(self.first_segment_tokens or 0, self.segment_tokens)
 
     @property
-    def most_tried(self) -> int:
-        """The most candidate tokens of one member in a round, if its draft differs at each of the `looks`."""
-        return sum(self.looks(self.longest_segment))
+    def max_candidate_tokens(self) -> int:
+        """The most candidate tokens of one member in a round, if its draft differs at each of the `draft_limits`."""
+        return sum(self.draft_limits(self.longest_segment))
+
+    most_tried = max_candidate_tokens
+    """The former name."""
 
     @property
     def member_configs(self) -> tuple[MemberConfig, ...]:

@@ -145,14 +145,14 @@ def _read(
         token = _TOKEN.search(text, at)
         if token is None:
             return
-        before, after = place, _behind(token[0], place)
+        before, after = place, _place_after(token[0], place)
         yield token.start(), token.end(), before, after
         if after is None:
             return
         place, at = after, token.end()
 
 
-def _behind(token: str, place: Place) -> Place | None:
+def _place_after(token: str, place: Place) -> Place | None:
     """The state after a token, or None if the token is invalid here."""
     number, container, expected = place
     if token in "{[":

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
+
+from specfuse_shared.candidate import CandidateLogprobs, RoundCandidate
 
 Schedule = Literal["constant", "sqrt_decay", "paper"]
 Temperature = Literal["entropy", "fixed"]
@@ -29,28 +31,6 @@ Matrix = Sequence[Sequence[float]]
 ROUNDING = 0.3
 """Nats by which half precision may change a log-probability. A number further above 0 is no log-probability. Two ways
 to compute the same one differ by less."""
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateLogprobs:
-    """One candidate of a round as one verifier sees it, in the verifier's own tokens.
-
-    `logprobs`: natural log p of each token. `token_bytes`: UTF-8 bytes of each token (≥ 1). The tokens end where
-    `text` ends. They may begin before it, in the answer, where it changes how the end of the answer is encoded.
-    For a candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
-    beginning that open a tool call; 0 for text.
-    """
-
-    text: str
-    ends: bool
-    logprobs: Sequence[float]
-    token_bytes: Sequence[int]
-    call_bytes: int = 0
-
-    @property
-    def size(self) -> int:
-        """UTF-8 bytes of the text."""
-        return len(self.text.encode())
 
 
 class ScorePolicy(Protocol):
@@ -72,7 +52,7 @@ class AggregatePolicy(Protocol):
 
         `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
         `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, are neither
-        candidates nor voters in this round.
+        candidates nor voters in this round. If no voter or no candidate would be left, there are no outsiders.
         """
         ...
 
@@ -106,27 +86,27 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
     return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
 
 
-SECOND = 1000.0
-"""A candidate is implausible to a verifier that finds it less than 1/`SECOND` as likely as another one."""
-MOST = 0.5
-"""A member with more of the votes than this outvotes all others together."""
+PLAUSIBILITY_FACTOR = 1000.0
+"""A candidate is plausible to a verifier if no other one is more than this many times as likely to it."""
+MAJORITY = 0.5
+"""A member with a larger share of the votes than this outvotes all others together."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondedMean:
     """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
 
-    Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
-    cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are neither candidates
-    nor voters. A member with most of the votes is exempt: weak members do not know its facts.
+    Its author's vote counts at most `PLAUSIBILITY_FACTOR` times the highest other vote. So a member that is sure of its
+    own nonsense cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are
+    neither candidates nor voters. A member with most of the votes is exempt: weak members do not know its facts.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         def counted(j: int, i: int) -> float:
-            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MOST:
+            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MAJORITY:
                 return scores[j][i]
             second = max(row[i] for k, row in enumerate(scores) if k != j)
-            return min(scores[j][i], SECOND * second)
+            return min(scores[j][i], PLAUSIBILITY_FACTOR * second)
 
         return weighted_mean(
             [[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters
@@ -139,10 +119,10 @@ class SecondedMean:
             (j, i)
             for j, row in enumerate(scores)
             for i, score in enumerate(row)
-            if list(drafters[i]) != [j] and SECOND * score >= max(row)
+            if list(drafters[i]) != [j] and PLAUSIBILITY_FACTOR * score >= max(row)
         ]
         insiders = {j for j, _ in trusted} | {drafters[i][0] for _, i in trusted if len(drafters[i]) == 1}
-        insiders |= {j for j, weight in enumerate(weights) if weight > MOST} if insiders else set()
+        insiders |= {j for j, weight in enumerate(weights) if weight > MAJORITY} if insiders else set()
         return [j for j in range(len(scores)) if j not in insiders] if insiders else []
 
 
@@ -194,7 +174,7 @@ class OnlineFeedback:
     """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
 
     Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Except with
-    `paper`, verifiers do not compare two candidates that are both implausible to them (`SECOND`).
+    `paper`, verifiers do not compare two candidates that are both implausible to them (`PLAUSIBILITY_FACTOR`).
     """
 
     schedule: Schedule = "constant"
@@ -207,7 +187,7 @@ class OnlineFeedback:
 
     def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
         eta = self.eta(len(weights), round_index)
-        won = rewards(scores, None if self.schedule == "paper" else SECOND)
+        won = rewards(scores, None if self.schedule == "paper" else PLAUSIBILITY_FACTOR)
         return normalised([w * math.exp(eta * r) for w, r in zip(weights, won, strict=True)])
 
 
@@ -333,8 +313,9 @@ class Stretch:
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         ending = sorted((c for c in candidates if c.ends), key=lambda c: c.size)
+        shorter = [next((e for e in ending if _continues(c, e)), None) for c in candidates]
         size = self._size(candidates)
-        return [math.exp(self._logprob(c, next((e for e in ending if _goes_on(c, e)), None), size)) for c in candidates]
+        return [math.exp(self._logprob(c, e, size)) for c, e in zip(candidates, shorter, strict=True)]
 
     def _size(self, candidates: Sequence[CandidateLogprobs]) -> int:
         """B in bytes."""
@@ -393,7 +374,7 @@ def mean_after(candidate: CandidateLogprobs, size: int) -> float:
     return math.exp(math.fsum(tail) / len(tail)) if tail else 1.0
 
 
-def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
+def _continues(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
     """Whether the candidate continues after the text of `ending`, which ends the turn."""
     return candidate.text.startswith(ending.text) and (not candidate.ends or candidate.text != ending.text)
 
@@ -423,7 +404,7 @@ class Election:
 
 @dataclass(frozen=True, slots=True)
 class Electorate:
-    """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies.
+    """How candidates are compared: the `weights` of the verifiers by name (Σ = 1), and the two policies.
 
     `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote among them,
     because the text it would have written without the grammar is no option. (Otherwise, on ARC, a strong member loses
@@ -432,106 +413,96 @@ class Electorate:
 
     score: ScorePolicy
     aggregate: AggregatePolicy
-    weights: Sequence[float]
+    weights: Mapping[str, float]
     whole_values: bool = False
 
-    def elect(
-        self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]], barred: Sequence[bool]
-    ) -> Election:
-        """Compare the candidates of `table[j]`, the same for each verifier j.
+    def elect(self, candidates: Sequence[RoundCandidate]) -> Election:
+        """Compare candidates by the `logprobs` of every verifier.
 
-        `drafters[i]`: the verifiers that wrote candidate i. The candidate with the lowest vote leaves, and the rest
-        are compared again without it, until one is left. So no candidate loses because a third one was short.
-        `scores` and `votes` are from the first comparison of all candidates. Candidates that are `barred` get no vote.
-        They lose against every other candidate; with three or more voters, only against plausible ones. The
-        aggregate's `outsiders` are neither candidates nor voters.
+        The candidate with the lowest vote leaves, and the rest are compared again without it, until one is left. So no
+        candidate loses because a third one was short. `scores` and `votes` are from the first comparison of all
+        candidates. A candidate that `repeats` gets no vote. It loses against every other candidate; with three or more
+        voters, only against plausible ones. The aggregate's `outsiders` are neither candidates nor voters, provided
+        that a voter and a candidate are left.
         """
-        scores, votes = compared = self._compare(range(len(barred)), table, drafters)
-        if outsiders := self._outsiders(scores, drafters):
-            return replace(self._without(outsiders, table, drafters, barred), scores=scores)
-        winner = self._left(compared, table, drafters, barred)
-        return Election(scores, [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)], winner)
+        scores, votes = self._compare(candidates)
+        inner = self._without(self._outsiders(scores, candidates), candidates)
+        if inner is not None:
+            return replace(inner, scores=scores)
+        winner = self._left(candidates, scores, votes)
+        votes = [0.0 if candidate.repeats else vote for candidate, vote in zip(candidates, votes, strict=True)]
+        return Election(scores, votes, candidates.index(winner))
 
-    def _left(
-        self,
-        compared: tuple[Matrix, list[float]],
-        table: Sequence[Sequence[CandidateLogprobs]],
-        drafters: Sequence[Sequence[int]],
-        barred: Sequence[bool],
-    ) -> int:
-        """Which candidate is left after the others have been removed one by one."""
-        votes = compared[1]
-        threshold = max(votes) / SECOND if len(table) > 2 else 0.0
-        standing_candidates = (
-            [i for i, out in enumerate(barred) if not out and votes[i] >= threshold] if any(barred) else []
-        )
-        standing_candidates = standing_candidates or list(range(len(votes)))
-        while len(standing_candidates) > 1:
-            if len(standing_candidates) < len(votes):
-                compared = self._compare(standing_candidates, table, drafters)
-            standing_candidates.remove(self._last(standing_candidates, compared, table, drafters))
-        return standing_candidates[0]
+    def _left(self, candidates: Sequence[RoundCandidate], scores: Matrix, votes: Sequence[float]) -> RoundCandidate:
+        """The candidate that is left after the others have been removed one by one."""
+        left = list(candidates)
+        if any(candidate.repeats for candidate in candidates):
+            threshold = max(votes) / PLAUSIBILITY_FACTOR if len(self.weights) > 2 else 0.0
+            voted = zip(candidates, votes, strict=True)
+            left = [c for c, vote in voted if not c.repeats and vote >= threshold] or left
+        while len(left) > 1:
+            if len(left) < len(candidates):
+                scores, votes = self._compare(left)
+            left.remove(self._last(left, scores, votes))
+        return left[0]
 
-    def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
+    def _outsiders(self, scores: Matrix, candidates: Sequence[RoundCandidate]) -> set[str]:
         """Verifiers that the aggregate excludes as candidates and voters, if it has such a rule."""
         find = getattr(self.aggregate, "outsiders", None)
-        return find(scores, self.weights, drafters) if find is not None and len(scores) > 2 else []
+        if find is None or len(scores) < 3:
+            return set()
+        numbers = set(find(scores, list(self.weights.values()), self._authors(candidates)) or ())
+        return {name for j, name in enumerate(self.weights) if j in numbers}
 
-    def _without(
-        self,
-        outsiders: Sequence[int],
-        table: Sequence[Sequence[CandidateLogprobs]],
-        drafters: Sequence[Sequence[int]],
-        barred: Sequence[bool],
-    ) -> Election:
-        """The election without these verifiers, and without what they alone wrote, which gets no vote."""
-        voters = [j for j in range(len(table)) if j not in outsiders]
-        indices = [i for i, authors in enumerate(drafters) if not authors or set(authors) - set(outsiders)]
-        mass = math.fsum(self.weights[j] for j in voters)
-        electorate = replace(self, weights=[self.weights[j] / mass for j in voters])
-        rows = [[table[j][i] for i in indices] for j in voters]
-        authors = [[voters.index(j) for j in drafters[i] if j in voters] for i in indices]
-        election = electorate.elect(rows, authors, [barred[i] for i in indices])
-        votes = dict(zip(indices, election.votes, strict=True))
-        return Election(election.scores, [votes.get(i, 0.0) for i in range(len(drafters))], indices[election.winner])
+    def _without(self, outsiders: set[str], candidates: Sequence[RoundCandidate]) -> Election | None:
+        """The election without these verifiers, and without what they alone wrote, which gets no vote.
 
-    def _last(
-        self,
-        indices: Sequence[int],
-        compared: tuple[Matrix, list[float]],
-        table: Sequence[Sequence[CandidateLogprobs]],
-        drafters: Sequence[Sequence[int]],
-    ) -> int:
+        None if there are no outsiders, or if no voter or no candidate is left without them.
+        """
+        voters = {name: weight for name, weight in self.weights.items() if name not in outsiders}
+        authors = {candidate: self.weights.keys() & candidate.drafters for candidate in candidates}
+        left = [candidate for candidate, names in authors.items() if not names or names - outsiders]
+        if not outsiders or not voters or not left:
+            return None
+        mass = math.fsum(voters.values())
+        election = replace(self, weights={name: weight / mass for name, weight in voters.items()}).elect(left)
+        votes = dict(zip(left, election.votes, strict=True))
+        winner = candidates.index(left[election.winner])
+        return Election(election.scores, [votes.get(candidate, 0.0) for candidate in candidates], winner)
+
+    def _last(self, candidates: Sequence[RoundCandidate], scores: Matrix, votes: Sequence[float]) -> RoundCandidate:
         """Which of these candidates leaves: the one with the lowest vote, the last of equals.
 
         Candidates that are equal to every verifier within the compared stretch are compared among themselves. If they
         stay equal, the shortest yields to its continuation, provided that the voters prefer that continuation to
         anything else at this point, because nothing else was compared with it.
         """
-        scores, votes = compared
-        lowest = max(range(len(indices)), key=lambda n: (-votes[n], n))
-        same = [indices[n] for n in _same([*scores, votes], lowest)]
-        if 1 < len(same) < len(indices):
-            return self._last(same, self._compare(same, table, drafters), table, drafters)
-        shared_beginning = _beginning(table[0], same)
-        if shared_beginning is None:
-            return indices[lowest]
-        beginning, longer = shared_beginning
-        expected = [self._expected(n, table[0][beginning].size, table) for n in longer]
-        return beginning if max(expected) >= MOST else longer[expected.index(min(expected))]
+        lowest = max(range(len(candidates)), key=lambda n: (-votes[n], n))
+        same = [candidates[n] for n in _same([*scores, votes], lowest)]
+        if 1 < len(same) < len(candidates):
+            return self._last(same, *self._compare(same))
+        shortest = min(same, key=lambda c: (c.size, c.ends))
+        longer = [c for c in same if c.size > shortest.size and c.text.startswith(shortest.text)]
+        if shortest.ends or not longer:
+            return candidates[lowest]
+        expected = [self._expected(candidate, shortest.size) for candidate in longer]
+        return shortest if max(expected) >= MAJORITY else longer[expected.index(min(expected))]
 
-    def _expected(self, candidate: int, size: int, table: Sequence[Sequence[CandidateLogprobs]]) -> float:
+    def _expected(self, candidate: RoundCandidate, size: int) -> float:
         """Weighted mean of the verifiers' probabilities of this candidate after its first `size` bytes."""
-        return math.fsum(w * mean_after(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
+        return math.fsum(w * mean_after(candidate.logprobs[name], size) for name, w in self.weights.items())
 
-    def _compare(
-        self, indices: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
-    ) -> tuple[Matrix, list[float]]:
+    def _compare(self, candidates: Sequence[RoundCandidate]) -> tuple[Matrix, list[float]]:
         """Scores and votes of these candidates, as if there were no others."""
-        scores: Matrix = [self._scores([row[i] for i in indices]) for row in table]
+        scores: Matrix = [self._scores([c.logprobs[name] for c in candidates]) for name in self.weights]
         if self.whole_values:
             scores = [[score / (math.fsum(row) or 1.0) for score in row] for row in scores]
-        return scores, self.aggregate(scores, self.weights, [drafters[i] for i in indices])
+        return scores, self.aggregate(scores, list(self.weights.values()), self._authors(candidates))
+
+    def _authors(self, candidates: Sequence[RoundCandidate]) -> list[list[int]]:
+        """The numbers of the verifiers that wrote each candidate."""
+        numbers = {name: j for j, name in enumerate(self.weights)}
+        return [[numbers[name] for name in c.drafters if name in numbers] for c in candidates]
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """One verifier's scores. A candidate has 0 if its log-probabilities are missing or above 0 (beyond `ROUNDING`).
@@ -547,13 +518,6 @@ class Electorate:
 def _same(rows: Matrix, one: int) -> list[int]:
     """The candidates that no verifier can separate from this one, including itself."""
     return [i for i in range(len(rows[0])) if all(math.isclose(row[i], row[one], rel_tol=_EQUAL) for row in rows)]
-
-
-def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> tuple[int, list[int]] | None:
-    """The shortest candidate, and the candidates that continue its text; None if it ends or none does."""
-    i = min(numbers, key=lambda n: (row[n].size, row[n].ends))
-    longer = [n for n in numbers if row[n].size > row[i].size and row[n].text.startswith(row[i].text)]
-    return (i, longer) if longer and not row[i].ends else None
 
 
 __all__ = [

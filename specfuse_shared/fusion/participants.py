@@ -275,10 +275,10 @@ class LeaderPolicy:
         each other member that judges it. If that does not settle the round, also the others' drafts and a
         verification.
         """
-        again, everybody = 1 - self._settled, together(steps.values())
+        unsettled, everybody = 1 - self._settled, together(steps.values())
         followers = together(seconds for name, seconds in steps.items() if name != leader)
-        led = tokens * steps[leader] + followers + again * (tokens * followers + everybody)
-        return led, (tokens + again) * everybody
+        led = tokens * steps[leader] + followers + unsettled * (tokens * followers + everybody)
+        return led, (tokens + unsettled) * everybody
 
     def _steps(self, participants: Participants, names: Sequence[str]) -> dict[str, float]:
         """Cost of a forward pass of each member: measured seconds, or bytes of weights before all have run."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Literal
 
+from specfuse_shared.candidate import RoundCandidate
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.participants import LaneStats, LeaderPolicy, Ops, Participants
 from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
 from specfuse_shared.members.stages import (
-    CandidateVerdict,
     Draft,
     DraftAlone,
     Drafted,
@@ -28,56 +28,16 @@ from specfuse_shared.members.stages import (
     Verdicts,
     Verify,
 )
-from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
+from specfuse_shared.policies import Election, Electorate
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
-from specfuse_shared.types import (
-    Candidate,
-    FinishReason,
-    MemberAbsence,
-    RoundRecord,
-    RoundTiming,
-)
+from specfuse_shared.types import FinishReason, MemberAbsence, RoundRecord, RoundTiming
 
 Ask = Callable[[Ops], Awaitable[dict[str, Value]]]
 """Has members run stages. Returns the values, in the order of the request, of the members that answered.
 
 Failed members have left the answer by then, and late ones are absent from the round.
 """
-
-
-@dataclass(slots=True)
-class DistinctCandidate:
-    """A distinct candidate: its text, whether the turn ends after it, and its authors.
-
-    Stop strings do not affect it. They cut the final answer.
-    """
-
-    text: str
-    ends: bool
-    drafters: list[str]
-    tokens: int
-    overrun: str = ""
-    """Text that the first author drafted after the candidate, and that was cut off."""
-    over: FinishReason | None = None
-    """Why the answer ends after this text, if its grammar says so."""
-    scores: dict[str, float] = field(default_factory=dict)
-    score: float | None = None
-    repeats: bool = False
-    """Whether it repeats earlier text, so that the repetition guard gives it no vote."""
-
-    @property
-    def finishes(self) -> bool:
-        return self.reason is not None
-
-    @property
-    def reason(self) -> FinishReason | None:
-        """Why the answer ends with this candidate, if it does."""
-        return self.over or (FinishReason.STOP if self.ends else None)
-
-    def record(self) -> Candidate:
-        drafters, scores = tuple(self.drafters), dict(self.scores)
-        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
 
 
 class AnswerPolicies:
@@ -142,10 +102,8 @@ class Round:
         self._drafters: list[str] = []
         """Members that drafted, in the ensemble's order, without late ones."""
         self._drafted_tokens: dict[str, int] = {}
-        self._candidates: list[DistinctCandidate] = []
-        self._verdicts: dict[str, Sequence[CandidateVerdict]] = {}
-        """Each verifier's verdicts on the candidates, in their order."""
-        self._winner: DistinctCandidate | None = None
+        self._candidates: list[RoundCandidate] = []
+        self._winner: RoundCandidate | None = None
         self.record: RoundRecord | None = None
         self.segment = TrimmedSegment("", None)
         self.uncommitted = ""
@@ -159,11 +117,11 @@ class Round:
         Members commit the segment with their next drafts, so that it is streamed without waiting for commits.
         """
         limit = self._policies.segment_limit(self._answer.tokens)
-        for tokens in self._policies.config.looks(limit):
+        for tokens in self._policies.config.draft_limits(limit):
             await self._draft(tokens)
             if len(self._candidates) > 1:
                 await self._verify(tokens)
-                if not self._verdicts:  # all members that were on time have failed
+                if not self._present:  # all members that were on time have failed
                     self._winner = None
                     break
             if self._elect(tokens, limit):
@@ -185,7 +143,7 @@ class Round:
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
             self._drafters = list(self._present)
-            self._candidates = [DistinctCandidate(forced, False, list(self._present), 0, over=over)]
+            self._candidates = [RoundCandidate(forced, False, list(self._present), 0, over=over)]
         else:
             drafts = await self._ask_for_drafts(tokens)
             self._drafters = [name for name in self._present if name in drafts]
@@ -239,12 +197,12 @@ class Round:
         params = self._policies.params
         return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._answer.tokens)
 
-    def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
-        candidates: list[DistinctCandidate] = []
+    def _distinct(self, drafts: Mapping[str, Value]) -> list[RoundCandidate]:
+        candidates: list[RoundCandidate] = []
         for name, draft in drafts.items():
             assert isinstance(draft, Drafted)
             self._count(name, draft)
-            self.judged = draft if draft.judged else None
+            self.judged = draft if draft.logprobs else None
             candidate = self._candidate(name, draft)
             same = next((c for c in candidates if (c.text, c.ends) == (candidate.text, candidate.ends)), None)
             if same is not None:
@@ -260,14 +218,14 @@ class Round:
         if self._alone:
             side.alone = (side.alone or 0) + draft.tokens
 
-    def _candidate(self, name: str, draft: Drafted) -> DistinctCandidate:
+    def _candidate(self, name: str, draft: Drafted) -> RoundCandidate:
         """The part of a draft that the grammar admits."""
         if self._constraint is None:
             ends = draft.ends and self._may_end(draft.text)
-            return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.overrun)
+            return RoundCandidate(draft.text, ends, [name], draft.tokens, draft.overrun)
         admitted = self._constraint.admit(draft.text, draft.ends)
         overrun = draft.overrun if admitted.text == draft.text else ""
-        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, overrun, admitted.reason)
+        return RoundCandidate(admitted.text, admitted.ends, [name], draft.tokens, overrun, admitted.reason)
 
     def _may_end(self, text: str) -> bool:
         """Whether the answer is long enough to end with `text`."""
@@ -287,11 +245,15 @@ class Round:
     # ── verify ───────────────────────────────────────────────────────────────────────────────────
 
     async def _verify(self, tokens: int) -> None:
-        """Get every present member's verdicts. The draft of a late verifier does not count either."""
+        """Get every present member's log-probabilities. The draft of a late verifier does not count either."""
         began = time.monotonic()
         queries = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in self._candidates)
         judged = await self._ask({name: Verify(queries) for name in self._present})
-        self._verdicts = {name: _each(verdicts) for name, verdicts in judged.items()}
+        for name, verdicts in judged.items():
+            assert isinstance(verdicts, Verdicts)
+            for candidate, logprobs in zip(self._candidates, verdicts.each, strict=True):
+                call_bytes = self._policies.tools.opened_by(candidate.text, after=self._answer.text)
+                candidate.logprobs[name] = replace(logprobs, call_bytes=call_bytes)
         self._seconds["verify"] += time.monotonic() - began
         if late := self._note_absent("verify", tokens):
             self._remove_drafters(late)
@@ -300,10 +262,8 @@ class Round:
         self._drafters = [name for name in self._drafters if name not in names]
         for candidate in self._candidates:
             candidate.drafters = [name for name in candidate.drafters if name not in names]
-        numbers = [number for number, candidate in enumerate(self._candidates) if candidate.drafters]
-        numbers.sort(key=lambda number: self._drafters.index(self._candidates[number].drafters[0]))
-        self._candidates = [self._candidates[number] for number in numbers]
-        self._verdicts = {name: [each[number] for number in numbers] for name, each in self._verdicts.items()}
+        self._candidates = [candidate for candidate in self._candidates if candidate.drafters]
+        self._candidates.sort(key=lambda candidate: self._drafters.index(candidate.drafters[0]))
 
     # ── elect ────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,7 +274,7 @@ class Round:
         if len(candidates) > 1:
             election = self._election()
             self._winner = candidates[election.winner]
-            margin = self._policies.config.margin(whole=self._are_short)
+            margin = self._policies.config.margin(whole=self._needs_whole_drafts)
             decided = is_last or election.is_clear(margin)
         else:
             self._winner = candidates[0] if candidates else None
@@ -325,35 +285,24 @@ class Round:
 
     def _election(self) -> Election:
         """Score every candidate, and compare them."""
-        table = [
-            [self._seen(*pair) for pair in zip(self._candidates, each, strict=True)] for each in self._verdicts.values()
-        ]
-        present = self._present
-        drafters = [[present.index(name) for name in c.drafters if name in present] for c in self._candidates]
         for candidate in self._candidates:
             candidate.repeats = self._policies.config.repetition_guard and self._repeats(candidate)
-        weights = list(self._participants.weights.values())
         whole = self._bound and all(candidate.finishes for candidate in self._candidates)
-        voters = Electorate(self._policies.score, self._policies.aggregate, weights, whole)
-        election = voters.elect(table, drafters, [c.repeats for c in self._candidates])
+        weights = self._participants.weights
+        election = Electorate(self._policies.score, self._policies.aggregate, weights, whole).elect(self._candidates)
         for index, candidate in enumerate(self._candidates):
-            candidate.scores = {n: row[index] for n, row in zip(self._verdicts, election.scores, strict=True)}
+            candidate.scores = {name: row[index] for name, row in zip(weights, election.scores, strict=True)}
             candidate.score = election.votes[index]
         return election
 
-    def _seen(self, candidate: DistinctCandidate, verdict: CandidateVerdict) -> CandidateLogprobs:
-        """A candidate with a verifier's log-probabilities."""
-        opened = self._policies.tools.opened_by(candidate.text, after=self._answer.text)
-        return CandidateLogprobs(candidate.text, candidate.ends, verdict.logprobs, verdict.token_bytes, opened)
-
-    def _repeats(self, candidate: DistinctCandidate) -> bool:
+    def _repeats(self, candidate: RoundCandidate) -> bool:
         if repeats(self._answer.text, candidate.text):
             return True
         loop = None if self._constraint is None else loop_of(self._answer.text, candidate.text)
         return loop is not None and loop.closer != ""
 
     @property
-    def _are_short(self) -> bool:
+    def _needs_whole_drafts(self) -> bool:
         """Whether an early winner needs the higher margin, because candidates are better compared in full.
 
         One of them ends the answer or begins a tool call, or a grammar allows no free text.
@@ -368,7 +317,7 @@ class Round:
 
     # ── append ───────────────────────────────────────────────────────────────────────────────────
 
-    def _append(self, winner: DistinctCandidate) -> None:
+    def _append(self, winner: RoundCandidate) -> None:
         """Fit the winner's text into the answer, then update weights and members."""
         verified = len(self._candidates) > 1
         text, reason = self._text_of(winner)
@@ -396,7 +345,7 @@ class Round:
         else:
             self.segment = TrimmedSegment("", FinishReason.STOP)
 
-    def _text_of(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
+    def _text_of(self, winner: RoundCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer, if it does.
 
         If the winner loops, so does every other plausible candidate, and the answer ends. Under a grammar the
@@ -448,7 +397,7 @@ class Round:
         return side.alone if self._alone and side.member.name in self._present else None
 
     def _record(
-        self, winner: DistinctCandidate, weights: Mapping[str, float], retention: Mapping[str, float]
+        self, winner: RoundCandidate, weights: Mapping[str, float], retention: Mapping[str, float]
     ) -> RoundRecord:
         start, text = len(self._answer.text), self.segment.text
         return RoundRecord(
@@ -488,8 +437,3 @@ class Round:
             leavers.remove(max(present, key=lambda name: retention.get(name, participants[name].total)))
         participants.drop(leavers, self._index, "retention", retention)
         return retention
-
-
-def _each(verdicts: Value) -> tuple[CandidateVerdict, ...]:
-    assert isinstance(verdicts, Verdicts)
-    return verdicts.each

@@ -138,7 +138,7 @@ class AnswerSession:
         pending_text = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
-            await Wanted(closes, unwaited=self._let_go(closes))
+            await Wanted(closes, unwaited=self._release_late(closes))
         logprobs = await self._score() if self._params.logprobs else None
         self.events.extend(self._with_the_rest(event, logprobs) for event in pending_text)
         self.events.append(FinishEvent(self._result(end, usage, logprobs)))
@@ -191,7 +191,7 @@ class AnswerSession:
             if self.participants.present or not self._active:
                 return
             closes = self.participants.take_closes()
-            self._take_late(await Wanted(closes, unwaited=self._let_go(closes)))
+            self._take_late(await Wanted(closes, unwaited=self._release_late(closes)))
 
     def _opening(self) -> dict[str, Op]:
         seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
@@ -222,7 +222,7 @@ class AnswerSession:
         if not sent:
             return {}
         closes = self.participants.take_closes()
-        results = await Wanted({**closes, **sent}, self._deadline(sent), self._let_go(closes))
+        results = await Wanted({**closes, **sent}, self._deadline(sent), self._release_late(closes))
         values: dict[str, Value] = {}
         self._take_late(results)
         for name, op in sent.items():
@@ -230,7 +230,7 @@ class AnswerSession:
                 self._late.add(name, op)
                 self.participants.absent.add(name)
             elif (fault := results[name].error) is not None:
-                self._lose(name, op.stage, fault)
+                self._drop_failed(name, op.stage, fault)
             elif name in ops:
                 values[name] = results[name].value
         return values
@@ -264,11 +264,11 @@ class AnswerSession:
             if op is None or isinstance(result.value, Closed):
                 continue
             if result.error is not None:
-                self._lose(name, op.stage, result.error)
+                self._drop_failed(name, op.stage, result.error)
             elif not self.participants.holds(name, self.text):
                 self.participants.drop([name], self._next, "context")
 
-    def _let_go(self, closes: Ops) -> frozenset[str]:
+    def _release_late(self, closes: Ops) -> frozenset[str]:
         """Members among these that are late. Nobody waits for them to close: their stages give no result any more.
 
         The member that scores the answer next is waited for.
@@ -285,7 +285,7 @@ class AnswerSession:
         message = f"member {name!r} was late for {rounds} rounds in a row and left the answer"
         self._warn(name, stage, message, TimeoutError.__name__)
 
-    def _lose(self, name: str, stage: StageName, fault: Fault) -> None:
+    def _drop_failed(self, name: str, stage: StageName, fault: Fault) -> None:
         if self._active == [name]:
             what, why = f"member {name!r} failed in {stage}", "no member is left"
             public = f"{what} ({fault.kind}; {why})"
@@ -318,7 +318,7 @@ class AnswerSession:
             verify = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
             verdicts = (await self._ask({name: verify})).get(name) if name in self.participants.present else None
             if isinstance(verdicts, Verdicts):
-                logprobs.judged(text, verdicts.each[0])
+                logprobs.judged(verdicts)
             else:
                 logprobs.is_over = True
         elif text:
@@ -334,7 +334,7 @@ class AnswerSession:
         """The last text with the log-probabilities that no text before it had."""
         assert isinstance(event, SegmentEvent)
         assert self._logprobs is not None
-        return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.told))
+        return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.reported))
 
     def _publish(self, current: Round) -> None:
         """Emit the round; `_finish` emits the last one."""
@@ -400,7 +400,7 @@ class AnswerSession:
         await Wanted({name: Close()})
         if not isinstance(verdicts, Verdicts):
             return None
-        return token_logprobs(side.member.codec, self.text, verdicts.each[0])
+        return token_logprobs(side.member.codec, verdicts)
 
     def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer has not ended"

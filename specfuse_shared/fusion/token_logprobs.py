@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from specfuse_shared.members.stages import CandidateVerdict, Drafted
+from specfuse_shared.members.stages import Drafted, Top, Verdicts
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.types import TokenLogprob, TopLogprob
 
 
-def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[TokenLogprob, ...]:
-    """The member's `verdict` on a whole text, token by token."""
-    pieces = codec.pieces(text)
-    tops = verdict.tops or [()] * len(pieces)
-    alternatives = codec.alternatives(text, [[token for token, _ in top] for top in tops])
-    return _told(pieces, verdict, alternatives)
+def token_logprobs(codec: Codec, verdicts: Verdicts) -> tuple[TokenLogprob, ...]:
+    """The member's verdict on a whole text, token by token."""
+    [verdict], tops = verdicts.each, next(iter(verdicts.tops), ())
+    alternatives = codec.alternatives(verdict.text, [[token for token, _ in top] for top in tops])
+    return _reported(codec.pieces(verdict.text), verdict.logprobs, tops, alternatives)
 
 
 class SegmentLogprobs:
     """Log-probabilities for the text of each segment, in order.
 
-    `codec`: the judging member's. `told` counts the bytes of the reported tokens. A token that reaches into the next
-    text is reported with that text. If a later encoding replaces a reported token, only its additional bytes are
-    reported. `is_over`: a segment was not judged, so later ones have no position.
+    `codec`: the judging member's. `reported`: bytes of the reported tokens. A token that reaches into the next text is
+    reported with that text. If a later encoding replaces a reported token, only its additional bytes are reported.
+    `is_over`: a segment was not judged, so later ones have no position.
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.told = 0
+        self.reported = 0
         self.is_over = False
         self._codec = codec
         self._encoding = Encoding()
@@ -36,13 +35,14 @@ class SegmentLogprobs:
         self._drafts: list[Drafted] = []
         self._drafted: tuple[int, ...] = ()
 
-    def judged(self, text: str, verdict: CandidateVerdict) -> None:
+    def judged(self, verdicts: Verdicts) -> None:
         """The verdict on a segment that follows the previous ones."""
-        before, after = self._encoding, self._codec.extend(self._encoding, text)
+        [verdict], tops = verdicts.each, next(iter(verdicts.tops), ())
+        before, after = self._encoding, self._codec.extend(self._encoding, verdict.text)
         pairs = enumerate(zip(before.ids, after.ids, strict=False))
         base = next((n for n, (one, two) in pairs if one != two), min(len(before.ids), len(after.ids)))
-        pieces = self._codec.pieces_after(after.ids[:base], after.ids[base:], text)
-        self._add(pieces, verdict)
+        pieces = self._codec.pieces_after(after.ids[:base], after.ids[base:], verdict.text)
+        self._add(pieces, verdict.logprobs, tops)
         self._encoding = after
 
     def drafted(self, draft: Drafted) -> None:
@@ -54,22 +54,21 @@ class SegmentLogprobs:
             return
         pieces = deque(self._codec.pieces_after(before, ids, text))
         for each in self._drafts:
-            assert each.judged is not None
-            self._add([pieces.popleft() for _ in each.ids], each.judged)
+            self._add([pieces.popleft() for _ in each.ids], each.logprobs, each.tops)
         self._drafts, self._drafted = [], self._drafted + ids
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
         """The tokens that end in `text`, which becomes visible now."""
         self._shown += len(text.encode())
         tokens = []
-        while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
+        while self._waiting and self.reported + len(self._waiting[0].bytes) <= self._shown:
             tokens.append(self._waiting.popleft())
-            self.told += len(tokens[-1].bytes)
+            self.reported += len(tokens[-1].bytes)
         return tuple(tokens)
 
-    def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
-        alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
-        self._waiting.extend(_told(pieces, verdict, alternatives))
+    def _add(self, pieces: Sequence[bytes], logprobs: Sequence[float], tops: Sequence[Top]) -> None:
+        alternatives = self._codec.spelled([[token for token, _ in top] for top in tops])
+        self._waiting.extend(_reported(pieces, logprobs, tops, alternatives))
 
 
 def logprobs_after(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
@@ -82,10 +81,10 @@ def logprobs_after(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenL
     return tuple(tokens)
 
 
-def _told(
-    pieces: Sequence[bytes], verdict: CandidateVerdict, alternatives: Sequence[Sequence[bytes]]
+def _reported(
+    pieces: Sequence[bytes], logprobs: Sequence[float], tops: Sequence[Top], alternatives: Sequence[Sequence[bytes]]
 ) -> tuple[TokenLogprob, ...]:
-    tops = verdict.tops or [()] * len(pieces)
+    nothing: list[tuple[()]] = [()] * len(pieces)
     return tuple(
         TokenLogprob(
             _shown(piece),
@@ -96,7 +95,7 @@ def _told(
                 for alternative, (_, chance) in zip(spelled, top, strict=True)
             ),
         )
-        for piece, logprob, top, spelled in zip(pieces, verdict.logprobs, tops, alternatives, strict=True)
+        for piece, logprob, top, spelled in zip(pieces, logprobs, tops or nothing, alternatives or nothing, strict=True)
     )
 
 

@@ -264,7 +264,7 @@ def plan_ensemble(
     here = [member for member in members if member.server is None]
     stages = on_stage or dict.fromkeys(config.names, lambda stage: None)
     specs = [_spec(MemberFiles(m, config.cache_dir, stages[m.label]), convert) for m in here]
-    workload = Workload(answers, context, config.most_tried * len(members))
+    workload = Workload(answers, context, config.max_candidate_tokens * len(members))
     return place(specs, devices or find_devices(), workload)
 
 

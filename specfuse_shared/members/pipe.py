@@ -161,10 +161,10 @@ class PipedLane:
                 while True:
                     self._take(self._connection.recv())
             except (EOFError, OSError):
-                self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+                self._fail_pending(Fault("EOFError", f"the process of {self._name} is gone"))
             except Exception as error:
                 logger.warning("the lane of %s broke: %s", self._name, type(error).__name__)
-                self._lose(Fault.of(error))
+                self._fail_pending(Fault.of(error))
             if not self._is_back():
                 return
 
@@ -207,7 +207,7 @@ class PipedLane:
         with self._lock:
             return [r for r in requests if self._asked.pop((r.answer, r.member), None) is not None]
 
-    def _lose(self, fault: Fault) -> None:
+    def _fail_pending(self, fault: Fault) -> None:
         with self._lock:
             self._lost, open_requests, self._asked, self._use = fault, self._asked, {}, CacheUse()
         self._reply([unanswered(request, fault) for request in open_requests.values()])

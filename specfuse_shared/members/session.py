@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.config import MemberConfig, SamplingParams
 from specfuse_shared.members.stages import (
-    CandidateVerdict,
     Commit,
     Draft,
     DraftAlone,
@@ -211,21 +210,14 @@ class Session(ABC, Generic[C]):
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = await self._judge(branches, stops)
         each = tuple(
-            CandidateVerdict(tuple(logprobs), tuple(token_bytes))
-            for logprobs, token_bytes in zip(judged, sizes, strict=True)
+            CandidateLogprobs(q.text, q.ends, tuple(logprobs), tuple(token_bytes))
+            for q, logprobs, token_bytes in zip(questions, judged, sizes, strict=True)
         )
-        if top:
-            each = await self._with_tops(each, branches, top)
-        return Verdicts(each)
+        return Verdicts(each, tuple([await self._tops(branch, top) for branch in branches]))
 
-    async def _with_tops(
-        self, verdicts: Sequence[CandidateVerdict], branches: Sequence[Branch], count: int
-    ) -> tuple[CandidateVerdict, ...]:
-        with_tops = []
-        for verdict, branch in zip(verdicts, branches, strict=True):
-            tops = (await self._find_tops(branch, count)) if branch.tokens else ()
-            with_tops.append(replace(verdict, tops=tuple(tops)))
-        return tuple(with_tops)
+    async def _tops(self, branch: Branch, count: int) -> tuple[Top, ...]:
+        """The most probable tokens in the place of each of a judged branch, if there is a `count` of them."""
+        return tuple(await self._find_tops(branch, count)) if count and branch.tokens else ()
 
     async def commit(self, text: str) -> None:
         """`text` is now part of the answer."""
@@ -246,10 +238,11 @@ class Session(ABC, Generic[C]):
         text = self._codec.text_after(read, pending)
         turn_ends = () if min_tokens_left else self._turn_ends
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
-        judged = None
+        judged, tops = list[float](), tuple[Top, ...]()
         if not (ended or turn_over):
             drafted = Branch(len(self.sequence.answer), tuple(ids))
-            judged = None if top is None else (await self._judge_own(drafted, top))
+            if top is not None:
+                [judged], tops = await self._judge([drafted], [()]), await self._tops(drafted, top)
             await self._keep(drafted)
             fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
             self._shown += len(fresh)
@@ -257,13 +250,8 @@ class Session(ABC, Generic[C]):
             if self._shown == len(text):
                 self._ids_held = self._shown = 0
         self._text += fresh
-        return Drafted(fresh, ended or turn_over, len(ids), ids=tuple(ids) if judged else (), judged=judged)
-
-    async def _judge_own(self, branch: Branch, top: int) -> CandidateVerdict:
-        """The member's probabilities of its own draft, all of which went through the model."""
-        [logprobs] = await self._judge([branch], [()])
-        verdict = CandidateVerdict(tuple(logprobs), tuple(self._codec.token_bytes(branch.tokens)))
-        return (await self._with_tops([verdict], [branch], top))[0] if top else verdict
+        own_ids = tuple(ids) if judged else ()
+        return Drafted(fresh, ended or turn_over, len(ids), ids=own_ids, logprobs=tuple(judged), tops=tops)
 
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""

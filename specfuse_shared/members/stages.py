@@ -5,7 +5,7 @@
 - `Lane` runs the models of members. It takes whole stages of a round and returns their results.
 - `StageRequest` says what a member should do for an answer, and `StageResult` what came of it. Both are plain data,
   which can be sent to another process or machine. They hold text and numbers. The only token ids among them are those
-  of prompts, of drafts that are `judged`, and of the most probable alternatives.
+  of prompts, of drafts with `logprobs`, and of the most probable alternatives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec
@@ -137,8 +138,8 @@ class StageRequest:
 class Drafted:
     """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: number of sampled tokens.
 
-    `overrun`: text that the member drafted after `text`, and that was cut off. `ids`: the committed tokens,
-    if they are `judged`.
+    `overrun`: text that the member drafted after `text`, and that was cut off. `ids`, `logprobs` and `tops`: the
+    committed tokens, their natural log p and the most probable alternatives, if `DraftAlone` requests them.
     """
 
     text: str
@@ -146,7 +147,8 @@ class Drafted:
     tokens: int
     overrun: str = ""
     ids: tuple[int, ...] = ()
-    judged: CandidateVerdict | None = None
+    logprobs: tuple[float, ...] = ()
+    tops: tuple[Top, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +164,14 @@ Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateVerdict:
-    """A verifier's log p of each token of a candidate (and of the end of turn), in its own encoding, with their bytes.
+class Verdicts:
+    """Each candidate as the verifier sees it, in their order.
 
-    `tops`: for each token, ids and log p of the most probable alternatives, if requested.
+    `tops`: the most probable alternatives to each token of each candidate, if requested.
     """
 
-    logprobs: tuple[float, ...]
-    token_bytes: tuple[int, ...]
-    tops: tuple[Top, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """A verdict on each candidate, in their order."""
-
-    each: tuple[CandidateVerdict, ...]
+    each: tuple[CandidateLogprobs, ...]
+    tops: tuple[tuple[Top, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ COLOURS, LINES = 6, 5
 """Member colours and underline styles in `report.css`; coprime, so that 30 members look different."""
 STAGES = ("draft", "verify")
 TICKS = 10
-SHOWN, MOST = 6, 200
+SHOWN, MAX_DIFFERENCES = 6, 200
 """Number of differences shown at once, and in total; the same for fields."""
 ENDS = {
     FinishReason.STOP: "the answer was complete",
@@ -238,7 +238,7 @@ def view(result: AnswerRecord, *, running: bool = False) -> dict[str, Any]:
         "differences": [] if running else [_placed(result.text, each) for each in result.differences],
         "fields": [] if running else result.fields,
         "shown": SHOWN,
-        "most": MOST,
+        "most": MAX_DIFFERENCES,
         "group": "specfuse-" + sha256(repr(result).encode("utf-8", "replace")).hexdigest()[:12],
     }
 

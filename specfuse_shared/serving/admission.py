@@ -91,7 +91,7 @@ class Budget:
         tokens: dict[str, int] = {}
         logits: Counter[str] = Counter()
         prompts = session.participants.prompt_tokens
-        drafted = self._config.most_tried * len(prompts)
+        drafted = self._config.max_candidate_tokens * len(prompts)
         for member in (m for m in self._members if m.name in prompts):
             tried = drafted + (MOST_GUESSED if member.may_guess and self._config.speculation == "auto" else 0)
             slots = prompts[member.name] + session.max_tokens + tried

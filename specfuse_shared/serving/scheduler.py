@@ -449,7 +449,7 @@ class Scheduler:
         """Give answers their results, then every lane the stages that answers request next."""
         while self._arrived:
             self._receive(self._arrived.popleft())
-        self._go_on_without_late()
+        self._continue_without_late()
         waiting, self._wanted = self._wanted, []
         by_lane: dict[int, list[StageRequest]] = defaultdict(list)
         for request in waiting:
@@ -484,7 +484,7 @@ class Scheduler:
         if not request.asked:
             self._advance(request)
 
-    def _go_on_without_late(self) -> None:
+    def _continue_without_late(self) -> None:
         """Answers with late members continue with the other members' results."""
         for request in list(self._running.values()):
             late, at = request.next_late()

@@ -16,7 +16,7 @@ from specfuse_shared.agreement import differences_of
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
 from specfuse_shared.loading.progress import LoadProgress
-from specfuse_shared.report.html import MOST, NOTHING, SHOWN
+from specfuse_shared.report.html import MAX_DIFFERENCES, NOTHING, SHOWN
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 from tests.support.serving import reciting, serving, until
 
@@ -295,7 +295,7 @@ def test_where_members_differ_is_listed_once_the_answer_is_over(
     expect(page.get_by_role("heading", name="Where members differ")).to_be_visible()
     result = tiny.generate("Why is the sea salty?", SamplingParams(max_tokens=80)).differences
     rows = page.locator("#report .differences tbody > tr")
-    assert rows.count() == min(len(result), MOST) > SHOWN
+    assert rows.count() == min(len(result), MAX_DIFFERENCES) > SHOWN
     marks = [page.locator("#report .differences mark").nth(n).text_content() or "" for n in range(SHOWN)]
     assert [mark.replace(NOTHING, "") for mark in marks] == [
         " ".join(each.text.split()).replace("\0", "\ufffd") or "" for each in result[:SHOWN]

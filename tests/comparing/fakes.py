@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
-from specfuse_shared.members.stages import CandidateVerdict, Fault, MemberInfo, Open, StageRequest
+from specfuse_shared.members.stages import Fault, MemberInfo, Open, StageRequest
 from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]
@@ -45,7 +46,8 @@ class ScriptedLane(FakeLane):
             return super()._verdict(member, text, ends)
         words = text.split() + ["."] * ends
         mine = self.says[member]("", len(words)).split()
-        return CandidateVerdict((-0.1 if words == mine else -3.0,) * len(words), tuple(map(len, words)))
+        logprobs = (-0.1 if words == mine else -3.0,) * len(words)
+        return CandidateLogprobs(text, ends, logprobs, tuple(map(len, words)))
 
 
 @dataclass

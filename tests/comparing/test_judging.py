@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, GenerationError, Message, RequestError
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.comparing import ENSEMBLE, Comparison, rate
 from specfuse_shared.comparing.judging import MARKS, mark_of
-from specfuse_shared.members.stages import CandidateVerdict, Close, Fault, Open, Verdicts, Verify
+from specfuse_shared.members.stages import Close, Fault, Open, Verdicts, Verify
 from tests.comparing.comparisons import made
 from tests.comparing.fakes import Fakes, ScriptedLane
 from tests.support.against_naive import local_members
@@ -31,7 +32,10 @@ class JudgeLane(ScriptedLane):
         if isinstance(request.op, Verify):
             good = not self.blind and (hash("sea") in self.about[key])
             marks = [question.text for question in request.op.questions]
-            return Verdicts(tuple(CandidateVerdict((-abs(int(m) - (5 if good else 1)) - 0.5,), (1,)) for m in marks))
+            logprobs = [-abs(int(mark) - (5 if good else 1)) - 0.5 for mark in marks]
+            return Verdicts(
+                tuple(CandidateLogprobs(m, False, (p,), (1,)) for m, p in zip(marks, logprobs, strict=True))
+            )
         if isinstance(request.op, Open):
             self.about = {**getattr(self, "about", {}), key: _rated(request.op.prompt)}
         return super()._value(key, request)

@@ -18,8 +18,9 @@ from specfuse_shared import (
     Tool,
     policies,
 )
-from specfuse_shared.policies import CandidateLogprobs, Electorate, MeanLogprob, Stretch
+from specfuse_shared.policies import CandidateLogprobs, MeanLogprob, Stretch
 from specfuse_shared.text.tool_calls import CALL_OPEN, ToolUse
+from tests.support import elections
 from tests.support.reciting import reciting_model, reciting_tokenizer
 
 TAG = len(CALL_OPEN)
@@ -34,9 +35,7 @@ def candidate(text: str, *pieces: tuple[int, float], call: int = 0, ends: bool =
 
 
 def elect(*rows: list[CandidateLogprobs], score: policies.ScorePolicy = Stretch()) -> policies.Election:  # noqa: B008
-    count = len(rows[0])
-    electorate = Electorate(score, policies.weighted_mean, [1 / len(rows)] * len(rows))
-    return electorate.elect(rows, [[i % len(rows)] for i in range(count)], [False] * count)
+    return elections.elect(rows, [[i % len(rows)] for i in range(len(rows[0]))], score=score)
 
 
 @pytest.mark.parametrize("score", [Stretch(), MeanLogprob("token"), policies.MeanProb()])

@@ -113,16 +113,17 @@ def test_a_lone_member_sends_short_segments() -> None:
     assert [r.text.count(" ") for r in result.rounds] == [3, 3, 3, 3]
 
 
-def test_looks_double_up_to_the_limit() -> None:
+def test_draft_limits_double_up_to_the_limit() -> None:
     config = EnsembleConfig(["a", "b"])
-    assert config.looks(20) == (5, 10, 20)
-    assert config.looks(15) == (5, 10, 15)
-    assert config.looks(5) == (5,)
-    assert with_settings(config, early_margin=0).looks(20) == (20,)
-    assert config.most_tried == 35
+    assert config.draft_limits(20) == (5, 10, 20)
+    assert config.draft_limits(15) == (5, 10, 15)
+    assert config.draft_limits(5) == (5,)
+    assert with_settings(config, early_margin=0).draft_limits(20) == (20,)
+    assert config.max_candidate_tokens == 35
+    assert (config.looks(20), config.most_tried) == ((5, 10, 20), 35), "former names"
     for preset in ("fast", "specfuse", "specem"):
         chosen = EnsembleConfig.preset(preset, ["a", "b"])
-        assert chosen.looks(chosen.longest_segment) == (chosen.longest_segment,), preset
+        assert chosen.draft_limits(chosen.longest_segment) == (chosen.longest_segment,), preset
 
 
 def test_the_lead_that_is_required_is_four_times_as_large_for_whole_candidates() -> None:

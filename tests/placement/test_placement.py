@@ -24,7 +24,7 @@ from tests.support.shapes import SHAPES, write_shape
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 FIVE = tuple(SHAPES)
-ROUND = Workload(draft_tokens=EnsembleConfig(FIVE).most_tried * len(FIVE))
+ROUND = Workload(draft_tokens=EnsembleConfig(FIVE).max_candidate_tokens * len(FIVE))
 LINEAR = 6_979_321_856
 """Weights of the linear layers of Llama-3-8B, without its output layer."""
 

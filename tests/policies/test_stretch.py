@@ -18,12 +18,13 @@ from specfuse_shared.policies import (
     AggregatePolicy,
     CandidateLogprobs,
     Election,
-    Electorate,
+    Matrix,
     MeanLogprob,
     ScorePolicy,
     Stretch,
     mean_after,
 )
+from tests.support import elections
 
 
 def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:
@@ -47,9 +48,8 @@ def elect(
     aggregate: AggregatePolicy = policies.weighted_mean,
     barred: Sequence[int] = (),
 ) -> Election:
-    weights = weights or [1 / len(rows)] * len(rows)
     drafters = [[min(i, len(rows) - 1)] for i in range(len(rows[0]))]
-    return Electorate(score, aggregate, weights).elect(rows, drafters, [i in barred for i in range(len(rows[0]))])
+    return elections.elect(rows, drafters, weights, score=score, aggregate=aggregate, barred=barred)
 
 
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────
@@ -438,14 +438,39 @@ def test_the_winner_does_not_hang_on_the_order_of_candidates(
         assert all(0 <= vote <= 1 + 1e-9 for vote in result.votes)
 
 
+class Outsiders:
+    """The weighted mean, with these verifiers as outsiders."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        return policies.weighted_mean(scores, weights, drafters)
+
+    def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> Sequence[int]:
+        return self.numbers
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (0, 1), ()], ids=["all verifiers", "all drafters", "none"])
+def test_outsiders_without_whom_no_voter_or_no_candidate_is_left_stay(numbers: tuple[int, ...]) -> None:
+    row = [candidate(("A", 0.2)), candidate(("B", 0.6))]
+    result = elections.elect([row] * 3, [[0], [1]], aggregate=Outsiders(*numbers))
+    assert (result.winner, result.votes) == (1, pytest.approx([0.2, 0.6]))
+
+
+def test_outsiders_are_neither_candidates_nor_voters() -> None:
+    row = [candidate(("A", 0.2)), candidate(("B", 0.6))]
+    result = elections.elect([row] * 3, [[0], [1]], aggregate=Outsiders(1))
+    assert (result.winner, result.votes) == (0, pytest.approx([0.2, 0.0]))
+
+
 def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
     """The verifier's opinion of text outside the grammar makes its vote no smaller."""
     strong = [candidate(("A", 0.2)), candidate(("B", 0.03))]
     weak = [candidate(("A", 0.1)), candidate(("B", 0.5))]
     rows, drafters = [strong, weak], [[0], [1]]
-    plain = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4])
-    assert plain.elect(rows, drafters, [False] * 2).winner == 1
-    result = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4], whole_values=True).elect(rows, drafters, [False] * 2)
+    assert elections.elect(rows, drafters, [0.6, 0.4]).winner == 1
+    result = elections.elect(rows, drafters, [0.6, 0.4], whole_values=True)
     assert result.winner == 0
     assert result.scores[0] == pytest.approx([20 / 23, 3 / 23])
     assert result.votes == pytest.approx([0.6 * 20 / 23 + 0.4 / 6, 0.6 * 3 / 23 + 0.4 * 5 / 6])

@@ -14,7 +14,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.events import EnsembleResult
-from specfuse_shared.report.html import MOST, SHOWN, fragment, number, pieces_of
+from specfuse_shared.report.html import MAX_DIFFERENCES, SHOWN, fragment, number, pieces_of
 from specfuse_shared.types import FinishReason, MemberAbsence, MemberExit
 from tests.support.explained import differing, explained, rival_text, round_of, unverified
 
@@ -373,10 +373,10 @@ def test_differences_are_listed_with_each_members_words() -> None:
 
 
 def test_differences_beyond_the_first_are_folded_away_and_the_least_left_out() -> None:
-    rounds = [(f" same w{n}", {"beta": f" same x{n}"}) for n in range(MOST + 3)]
+    rounds = [(f" same w{n}", {"beta": f" same x{n}"}) for n in range(MAX_DIFFERENCES + 3)]
     output = page(differing(rounds, {"alpha": 0.75, "beta": 0.25}))
-    assert [text.count("beta") for text in output.texts("differences")] == [SHOWN, MOST - SHOWN]
-    assert f"{MOST - SHOWN} more" in words(output.texts("details")[0])
+    assert [text.count("beta") for text in output.texts("differences")] == [SHOWN, MAX_DIFFERENCES - SHOWN]
+    assert f"{MAX_DIFFERENCES - SHOWN} more" in words(output.texts("details")[0])
     assert "3 less important ones are left out." in words(output.texts("details")[0])
 
 

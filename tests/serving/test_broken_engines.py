@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.errors import EngineClosedError, MemberLoadError
 from specfuse_shared.loading.gguf import gguf_head
 from specfuse_shared.members.local.lane import LaneThread
 from specfuse_shared.members.pipe import Answered, PipedLane, Ready
 from specfuse_shared.members.stages import CacheUse, Closed, Fault, StageRequest, StageResult, Think
-from specfuse_shared.policies import CandidateLogprobs, Electorate, Stretch, weighted_mean
 from specfuse_shared.serving.engine import lease_engine
+from tests.support.elections import elect
 from tests.support.fake_engine import TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted
 
@@ -226,9 +227,8 @@ def test_an_election_takes_no_number_for_a_probability_that_is_none(lie: float) 
     def row(first: float, second: float) -> list[CandidateLogprobs]:
         return [CandidateLogprobs(text, False, [p], [4]) for text, p in ((good, first), (bad, second))]
 
-    electorate = Electorate(Stretch(), weighted_mean, [0.5, 0.5])
-    honest = electorate.elect([row(-0.1, -3.0), row(-0.1, -3.0)], [[0], [1]], [False, False])
-    lied = electorate.elect([row(-0.1, -3.0), row(-3.0, lie)], [[0], [1]], [False, False])
+    honest = elect([row(-0.1, -3.0), row(-0.1, -3.0)], [[0], [1]])
+    lied = elect([row(-0.1, -3.0), row(-3.0, lie)], [[0], [1]])
     assert honest.winner == lied.winner == 0
     assert lied.scores[1][1] == 0.0
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specfuse_shared.candidate import CandidateLogprobs
 from specfuse_shared.members.stages import (
     CacheUse,
-    CandidateVerdict,
     Close,
     Closed,
     Commit,
@@ -190,9 +190,10 @@ class FakeLane:
                 return Closed()
         return None
 
-    def _verdict(self, member: str, text: str, ends: bool) -> CandidateVerdict:
+    def _verdict(self, member: str, text: str, ends: bool) -> CandidateLogprobs:
         words = text.split() + ["."] * ends
-        return CandidateVerdict((self.likes.get((member, text), -1.0),) * len(words), tuple(map(len, words)))
+        logprobs = (self.likes.get((member, text), -1.0),) * len(words)
+        return CandidateLogprobs(text, ends, logprobs, tuple(map(len, words)))
 
     def _info(self, name: str) -> MemberInfo:
         report = MemberReport(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _NOTHING = Place()
 
 
-class Told:
+class KnownPlaces:
     """Places by the ids between the prompt and them. `vocabulary_size`: ids are below it."""
 
     def __init__(self, vocabulary_size: int) -> None:
@@ -80,7 +80,7 @@ class SentIds:
     """The ids of one answer, which go with every request, and its logprob cache; the server has its own
     cache."""
 
-    told: Told
+    known_places: KnownPlaces
     prompt: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
     computed_tokens: int = 0
@@ -88,11 +88,11 @@ class SentIds:
 
     def keep(self, branch: Branch) -> None:
         self.answer = self.answer[: branch.base] + branch.tokens
-        self.told.keep(self.answer)
+        self.known_places.keep(self.answer)
 
     def begin_answer(self) -> None:
         self.prompt, self.answer = self.prompt + self.answer, ()
-        self.told.clear()
+        self.known_places.clear()
 
     def release(self, remember: bool = False) -> None:
         """There is nothing to free."""
@@ -106,8 +106,8 @@ class ServerSession(Session[SentIds]):
     """
 
     def __init__(self, member: ServerMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
-        self._told = Told(member.vocabulary_size)
-        super().__init__(member.text, member.stop_ids, SentIds(self._told), prompt, params)
+        self._known_places = KnownPlaces(member.vocabulary_size)
+        super().__init__(member.text, member.stop_ids, SentIds(self._known_places), prompt, params)
         self._member = member
         self._params = params
         self._seed = seed
@@ -125,9 +125,9 @@ class ServerSession(Session[SentIds]):
     async def prefill(self) -> None:
         """Have the server read the prompt, so that its cache knows it when drafts and verdicts are asked for."""
         self.sequence.prompt = self._prompt
-        await _understood(self._member.ready())
+        await _checked(self._member.ready())
         continuation = Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids)
-        self._remember((), await _understood(self._member.dialect.continued(continuation)))
+        self._remember((), await _checked(self._member.dialect.continued(continuation)))
 
     def _start(self, round_index: int) -> None:
         self._round, self._drawn, self._guess, self._strayed = round_index, 0, (), False
@@ -180,7 +180,7 @@ class ServerSession(Session[SentIds]):
         """The most probable tokens of cached positions that the member may write."""
         drafted: list[int] = []
         while len(drafted) < count:
-            token = self._told.at((*self.sequence.answer, *ids, *drafted)).likeliest
+            token = self._known_places.at((*self.sequence.answer, *ids, *drafted)).likeliest
             if token is None or token in banned or not (alone or self._sayable([token]) or token in self._stop_ids):
                 break
             if token in self._stop_ids:
@@ -247,7 +247,7 @@ class ServerSession(Session[SentIds]):
         judged = []
         for branch, stops_of in zip(branches, stops, strict=True):
             context = self.sequence.answer[: branch.base]
-            places = [self._told.at(context + branch.tokens[:n]) for n in range(len(branch.tokens) + 1)]
+            places = [self._known_places.at(context + branch.tokens[:n]) for n in range(len(branch.tokens) + 1)]
             judged.append(scores_of(ScoredLine((), branch.tokens, tuple(stops_of)), places))
         return judged
 
@@ -256,16 +256,16 @@ class ServerSession(Session[SentIds]):
         starts, lines = [], []
         for branch, stops_of in zip(branches, stops, strict=True):
             ids = self.sequence.answer[: branch.base] + branch.tokens
-            start = self._told.unknown_from(ids, branch.base)
-            if start < len(ids) or not self._told.knows(ids, stops_of):
+            start = self._known_places.unknown_from(ids, branch.base)
+            if start < len(ids) or not self._known_places.knows(ids, stops_of):
                 starts.append(ids[:start])
                 lines.append(ScoredLine(self.sequence.prompt + ids[:start], ids[start:], tuple(stops_of)))
         if not lines:
             return 0
-        judged_places = await _understood(self._member.dialect.judged(lines))
+        judged_places = await _checked(self._member.dialect.judged(lines))
         for before, line, places in zip(starts, lines, judged_places, strict=True):
             for n, place in enumerate(places):
-                self._told.add(before + line.tokens[:n], place)
+                self._known_places.add(before + line.tokens[:n], place)
         sent = sum(len(line.tokens) for line in lines)
         self.sequence.computed_tokens += sent
         return sent
@@ -273,7 +273,7 @@ class ServerSession(Session[SentIds]):
     async def _find_tops(self, branch: Branch, count: int) -> list[Top]:
         context = self.sequence.prompt + self.sequence.answer
         line = ScoredLine(context[: len(self.sequence.prompt) + branch.base], branch.tokens)
-        tops = await _understood(self._member.dialect.tops(line, min(count, self._member.vocabulary_size)))
+        tops = await _checked(self._member.dialect.tops(line, min(count, self._member.vocabulary_size)))
         if any(not 0 <= token < self._member.vocabulary_size for top in tops for token, _ in top):
             raise ServerError("the server gave tokens that its model does not have")
         return tops
@@ -300,7 +300,7 @@ class ServerSession(Session[SentIds]):
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
         size = self._member.vocabulary_size
         request = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, grammar, size)
-        continued = await _understood(self._member.dialect.continued(request))
+        continued = await _checked(self._member.dialect.continued(request))
         self._remember(ids, continued)
         self.sequence.computed_tokens += len(continued.ids)
         return continued.ids, continued.ended
@@ -308,10 +308,10 @@ class ServerSession(Session[SentIds]):
     def _remember(self, ids: Sequence[int], continued: Continued) -> None:
         """Cache the logprobs of tokens that were drafted after the answer and `ids`."""
         for n, place in enumerate(continued.places):
-            self._told.add((*self.sequence.answer, *ids, *continued.ids[:n]), place)
+            self._known_places.add((*self.sequence.answer, *ids, *continued.ids[:n]), place)
 
 
-async def _understood(reply: Awaitable[T]) -> T:
+async def _checked(reply: Awaitable[T]) -> T:
     """The server's response. Raises `ServerError` for a response with an unexpected structure."""
     try:
         return await reply

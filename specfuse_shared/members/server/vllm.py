@@ -534,7 +534,7 @@ class TokenEndpoint:
         self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[Place]]:
         """The one choice of an answer, and the place of each of its tokens with log p of those that are `watched`."""
-        response = await self._told(model, ids, params, watched)
+        response = await self._request(model, ids, params, watched)
         return _generated(response, watched)
 
     async def judged(self, model: str, line: ScoredLine) -> list[Place]:
@@ -567,7 +567,7 @@ class TokenEndpoint:
     ) -> list[Place]:
         """The logprobs from `start` on, and those after the last token."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
-        response = await self._told(model, ids, params, watched)
+        response = await self._request(model, ids, params, watched)
         rows, ids_of_part = response.get("prompt_logprobs") or [], ids[start:]
         if cached and len(ids) > 2 * self._block:  # newer servers report only the rows that they computed
             self._tells_all = 2 * len(rows) > len(ids)
@@ -581,7 +581,7 @@ class TokenEndpoint:
             raise RowsMissingError("the server decoded no token after a candidate")
         return [*places, after[0]]
 
-    async def _told(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
+    async def _request(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
         # the number of rows equals the number of names and includes the decoded token: so one is named twice
         named = [*watched, *watched[-1:]]
         scored = {"logprobs": len(named), **({"logprob_token_ids": named} if named else {})}
@@ -788,8 +788,8 @@ class VllmDialect:
             elif not isinstance(places, RowsMissingError):
                 raise places
         missing = [n for n in range(len(lines)) if n not in judged]
-        again = await self._completions.by_prefixes(self.model, [lines[n] for n in missing]) if missing else []
-        judged |= dict(zip(missing, again, strict=True))
+        by_prefixes = await self._completions.by_prefixes(self.model, [lines[n] for n in missing]) if missing else []
+        judged |= dict(zip(missing, by_prefixes, strict=True))
         return [judged[n] for n in range(len(lines))]
 
 

@@ -233,7 +233,7 @@ class AnswerConstraint:
         self._matcher = byte_vocabulary().matcher(grammar.compiled)
         self._start = self._matcher.deep_copy()
         self._closing = self._closings.shortest(self._matcher)
-        self._behind: dict[str, str | None] = {}
+        self._found_closings: dict[str, str | None] = {}
         self._can_finish = self._closing is not None
         if self._closing is not None and (needs := len(codec.encode(self._closing))) > max_tokens:
             raise ValueTooLongError(
@@ -296,7 +296,7 @@ class AnswerConstraint:
         if self._can_finish:
             look = self._known if self._is_roomy(text) else self._closing_after
             self._closing = look(self._matcher, text)
-        self._behind.clear()
+        self._found_closings.clear()
         self._closings.refill()
         self._counted = self._codec.extend(self._counted, text)
 
@@ -326,10 +326,10 @@ class AnswerConstraint:
 
     def _closing_after(self, after: Any, text: str) -> str | None:
         """The completion of the value after a text of this round; searched for once."""
-        if text not in self._behind:
+        if text not in self._found_closings:
             cached = self._known(after, text)
-            self._behind[text] = self._closings.shortest(after) if cached is None else cached
-        return self._behind[text]
+            self._found_closings[text] = self._closings.shortest(after) if cached is None else cached
+        return self._found_closings[text]
 
     def _known(self, after: Any, text: str) -> str | None:
         """The closing of the answer so far, or its rest after `text`, if it still completes the value."""
