@@ -140,11 +140,11 @@ class PromptTooLongError(RequestError):
 
     shared = ("member", "limit", "count")
 
-    def __init__(self, member: str, limit: int, count: int, room: int, *, at_least: bool = False) -> None:
+    def __init__(self, member: str, limit: int, count: int, segment_tokens: int, *, at_least: bool = False) -> None:
         super().__init__(
             f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}. This model's "
-            f"maximum context length is {limit} tokens, and the first segment needs {room} of them: shorten the prompt "
-            f"by {count + room - limit} tokens or leave this member out"
+            f"maximum context length is {limit} tokens, and the first segment needs {segment_tokens} of them: shorten "
+            f"the prompt by {count + segment_tokens - limit} tokens or leave this member out"
         )
         self.member = member
         self.limit = limit

@@ -205,9 +205,9 @@ class Participants:
         return self._segment * (_BYTES_PER_TOKEN if members > 1 else 1)
 
     def _check_capacity(self, member: Member, count: int, members: int, at_least: bool = False) -> None:
-        room, limit = self._room(members), member.context_limit
-        if limit is not None and count + room > limit:
-            raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)
+        segment_tokens, limit = self._room(members), member.context_limit
+        if limit is not None and count + segment_tokens > limit:
+            raise PromptTooLongError(member.name, limit, count, segment_tokens, at_least=at_least)
 
 
 _ANSWERS_A_LANE = 2

@@ -173,7 +173,7 @@ class LlamaSizes:
     def weights(self, number_format: str, quantization: str | None) -> int:
         return self.head.size
 
-    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+    def split(self, free_bytes: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
         """Its layers are the library's affair."""
         return None
 

@@ -110,7 +110,7 @@ class Sizes(Protocol):
         """Bytes of all weights."""
         ...
 
-    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+    def split(self, free_bytes: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
         """Layers assigned to devices in order, within each device's bytes for weights; None if they do not fit."""
         ...
 
@@ -271,7 +271,7 @@ def place(specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Work
 class _Attempt:
     """An attempt: who has a place, what is left of each device, and who has none yet."""
 
-    room: dict[str, int]
+    free_bytes: dict[str, int]
     pools: dict[str, int]
     """What is left of each pool of memory, in which one device or several lie."""
     placed: dict[str, Assignment] = field(default_factory=dict)
@@ -282,11 +282,11 @@ class _Attempt:
         self.placed[assignment.member] = assignment
         for name, amount in assignment.memory.items():
             self.tenants[name] += 1
-            if name in self.room:
-                self.room[name] -= amount
+            if name in self.free_bytes:
+                self.free_bytes[name] -= amount
                 self.pools[pool_of(name)] -= amount
-        for name, room in self.room.items():
-            self.room[name] = min(room, self.pools[pool_of(name)])
+        for name, free_bytes in self.free_bytes.items():
+            self.free_bytes[name] = min(free_bytes, self.pools[pool_of(name)])
 
 
 class _Planner:
@@ -388,7 +388,7 @@ class _Planner:
     def _best(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None, roomiest: bool) -> Device | None:
         ranked = []
         for index, device in enumerate(self._choices[spec.name]):
-            free = attempt.room[device.name] - self._need(spec, device, quantization).total
+            free = attempt.free_bytes[device.name] - self._need(spec, device, quantization).total
             rank = (attempt.tenants[device.name], -free) if roomiest else (0, free)
             if free >= 0:
                 ranked.append((rank, index))
@@ -412,14 +412,14 @@ class _Planner:
         """Over as few devices of one kind as possible, the roomiest; caches go along with the layers."""
         for kind in dict.fromkeys(d.kind for d in self._choices[spec.name]):
             same = [d for d in self._choices[spec.name] if d.kind == kind]
-            same.sort(key=lambda d: -attempt.room[d.name])
+            same.sort(key=lambda d: -attempt.free_bytes[d.name])
             for count in range(2, len(same) + 1):
-                chosen = [d for d in same[:count] if attempt.room[d.name] > 0]
+                chosen = [d for d in same[:count] if attempt.free_bytes[d.name] > 0]
                 assignment = self._assignment(spec, same[0], quantization)
                 need = assignment.need
                 part = need.weights / (need.weights + need.caches + need.logits) / RESERVE
-                room = {d.name: int(attempt.room[d.name] * part) for d in chosen}
-                split = spec.sizes.split(room, assignment.number_format, quantization)
+                free_bytes = {d.name: int(attempt.free_bytes[d.name] * part) for d in chosen}
+                split = spec.sizes.split(free_bytes, assignment.number_format, quantization)
                 if split is not None:
                     memory = {name: int(share * need.total) for name, share in split.shares.items()}
                     return replace(assignment, modules=split.modules, memory=memory, caches=split.shares)
@@ -429,14 +429,14 @@ class _Planner:
         """One device computes and holds the caches; layers beyond it wait in main memory, the rest on the disk."""
         if not spec.offload or quantization is not None:
             return None
-        main = max(self._choices[spec.name], key=lambda d: attempt.room[d.name])
+        main = max(self._choices[spec.name], key=lambda d: attempt.free_bytes[d.name])
         assignment = self._assignment(spec, main, quantization)
         need = assignment.need
         extra = need.caches + need.logits
-        room = {main.name: attempt.room[main.name] / RESERVE - extra}
+        free_bytes = {main.name: attempt.free_bytes[main.name] / RESERVE - extra}
         beside_it = [d for d in self.devices if d.kind == "cpu" and d.pool != main.pool]
-        room |= {d.name: attempt.room[d.name] / RESERVE for d in beside_it}
-        whole = {name: int(free) for name, free in room.items() if free > 0}
+        free_bytes |= {d.name: attempt.free_bytes[d.name] / RESERVE for d in beside_it}
+        whole = {name: int(free) for name, free in free_bytes.items() if free > 0}
         split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
         if split is None or main.name not in split.shares:
             return None

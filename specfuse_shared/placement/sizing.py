@@ -95,16 +95,16 @@ class ModelSizes:
         sizes, extra = self._sizes(number_format, quantization)
         return int(sizes[""] + extra)
 
-    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+    def split(self, free_bytes: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
         from accelerate import infer_auto_device_map
 
         sizes, extra = self._sizes(number_format, quantization)
         whole = sizes[""] / (sizes[""] + extra)
-        names = {_key(name): name for name in room}
+        names = {_key(name): name for name in free_bytes}
         with _no_warnings():
             dealt = infer_auto_device_map(
                 self._model,
-                max_memory={key: int(room[name] * whole) for key, name in names.items() if name != "disk"},
+                max_memory={key: int(free_bytes[name] * whole) for key, name in names.items() if name != "disk"},
                 no_split_module_classes=list(self._model._no_split_modules or ()),
                 dtype=getattr(torch, number_format),
                 special_dtypes=self._small(quantization),

@@ -100,7 +100,7 @@ class CacheRow:
         return self.block.capacity
 
     @property
-    def room(self) -> int:
+    def spare_slots(self) -> int:
         """Free slots that it has without moving."""
         return self.block.capacity - self.used
 
@@ -346,7 +346,7 @@ class Row(Protocol):
         ...
 
     @property
-    def room(self) -> int:
+    def spare_slots(self) -> int:
         """Free slots that it can have without more memory."""
         ...
 

@@ -79,7 +79,7 @@ class DraftRun:
     """Tokens of many drafts (`chosen`: B per step) and the logits after all but the last (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
-        self._behind = logits_after
+        self._logits_after = logits_after
         self._sent = Download(torch.stack(list(chosen)))
         self._rows: list[list[int]] | None = None
 
@@ -101,7 +101,7 @@ class DraftRun:
 
     def logits(self, column: int, place: int) -> torch.Tensor:
         """Logits (V) after the token at position `place` of a draft."""
-        return self._behind[place][column]
+        return self._logits_after[place][column]
 
 
 class Buffers:
@@ -246,8 +246,8 @@ class PackedStep(Cache):
         layout.tokens[:, 1:].copy_(torch.stack([slots + 1, slots], dim=1))
         layout.answers[: self.tokens].copy_((slots + 1)[:, None].expand(-1, 2))
         if layout.runs is not None:
-            most = layout.pages.shape[1] * PAGE
-            layout.runs = [run._replace(slots=min(run.slots + 1, most)) for run in layout.runs]
+            limit = layout.pages.shape[1] * PAGE
+            layout.runs = [run._replace(slots=min(run.slots + 1, limit)) for run in layout.runs]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -303,7 +303,7 @@ class PackedStep(Cache):
         self._layout.pages[: len(rows), :width].copy_(upload(pages, device))
 
     def _logit_rows(self, last: Sequence[int]) -> torch.Tensor:
-        """The rows in which the logits of tokens `last` will be: their own, or the first ones if few are computed."""
+        """The rows in which the logits of tokens `last` will be: their each, or the first ones if few are computed."""
         if self.logit_tokens is None:
             return upload(last, self.inputs.device)
         padded = [*last, *[0] * (_FEW_LOGITS - len(last))]
@@ -349,10 +349,10 @@ class GreedyDraft:
         self._drafts.copy_(self._drafts_after)
 
     def feed(self, runner: PackedRunner) -> None:
-        ids, slots, left = self._drafts
+        ids, slots, remaining = self._drafts
         for number in range(self.tokens):
             self._step.ids.copy_(ids)
-            self._step.advance(slots, left > 0)
+            self._step.advance(slots, remaining > 0)
             logits = runner.call(self._step)
             if self.logits is None:
                 self.logits = runner.output(self.tokens * len(logits), logits)
@@ -360,8 +360,8 @@ class GreedyDraft:
             best = logits.masked_fill(self._hidden, float("-inf")).max(-1)
             chosen = best.indices.masked_fill(~best.values.isfinite(), NOT_FINITE)
             self.chosen[number].copy_(chosen)
-            ids, slots, left = chosen.clamp(min=0), slots + (left > 0), left - 1
-        self._drafts_after.copy_(torch.stack([ids, slots, left]))
+            ids, slots, remaining = chosen.clamp(min=0), slots + (remaining > 0), remaining - 1
+        self._drafts_after.copy_(torch.stack([ids, slots, remaining]))
 
 
 def _prefixes(segment: ForwardInput) -> NDArray[np.int64]:
@@ -395,13 +395,13 @@ def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
 
 def pieces_of(segment: ForwardInput) -> Iterator[ForwardInput]:
     """A segment in pieces that fit a step, in order. Before each piece, the row's `used` counts the previous ones."""
-    row, count, most = segment.row, len(segment.ids), SIZES[-1]
+    row, count, limit = segment.row, len(segment.ids), SIZES[-1]
     start = row.used
-    if count <= most:
+    if count <= limit:
         yield segment
         return
-    for first in range(0, count, most):
-        stop = min(first + most, count)
+    for first in range(0, count, limit):
+        stop = min(first + limit, count)
         row.used, slots = start + first, start + stop
         yield ForwardInput(
             row,
@@ -475,7 +475,7 @@ class PackedRunner:
     def _fed(self, group: Sequence[ForwardInput]) -> Sequence[torch.Tensor]:
         """Logits of the segments of one step."""
         prefixes = [_prefixes(segment) for segment in group]
-        bases = [_base(segment, own) for segment, own in zip(group, prefixes, strict=True)]
+        bases = [_base(segment, prefix) for segment, prefix in zip(group, prefixes, strict=True)]
         width = max(s.slots - base for s, base in zip(group, bases, strict=True))
         tokens = sum(len(s.ids) for s in group)
         step = self._packed([s.row for s in group], tokens, sum(s.logit_count for s in group), width)
@@ -521,14 +521,14 @@ class PackedRunner:
         step.begin(rows, self._is_eager)
         places = np.zeros((2, step.tokens), dtype=np.int64)
         places[:, :size] = [row.used for row in rows], [draft.count - 1 for draft in drafts]
-        slots, left = upload(places, self._device)
+        slots, remaining = upload(places, self._device)
         chosen, logits_after = [first], list[torch.Tensor]()
         for offset in range(1, count):
             step.ids[:size].copy_(chosen[-1].clamp(min=0))
-            step.advance(slots, left > 0)
+            step.advance(slots, remaining > 0)
             logits_after.append(self._run(step)[:size].clone())
             chosen.append(choose(logits_after[-1], offset))
-            slots, left = slots + (left > 0), left - 1
+            slots, remaining = slots + (remaining > 0), remaining - 1
         return chosen, logits_after
 
     def _greedy(
@@ -539,8 +539,8 @@ class PackedRunner:
         chosen, logits_after = [first], list[torch.Tensor]()
         begun: GreedyDraft | None = None
         assert self._hidden is not None
-        while (left := count - len(chosen)) > 0:
-            draft = self._greedy_step(rows, left)
+        while (remaining := count - len(chosen)) > 0:
+            draft = self._greedy_step(rows, remaining)
             if begun is None:
                 draft.begin(rows, first, [d.count for d in drafts], self._is_eager)
             else:
@@ -609,12 +609,12 @@ class PackedRunner:
         step.uses += 1
         return step
 
-    def _greedy_step(self, rows: Sequence[PagedRow], left: int) -> GreedyDraft:
-        """The step for greedy drafts of these rows that have at most `left` tokens to choose."""
+    def _greedy_step(self, rows: Sequence[PagedRow], remaining: int) -> GreedyDraft:
+        """The step for greedy drafts of these rows that have at most `remaining` tokens to choose."""
         one = self._packed(rows, len(rows), len(rows))
         size = one.tokens
-        tokens = next(tokens for most, tokens in _GREEDY_TOKENS if size <= most)
-        tokens = tokens if left >= tokens else 1
+        tokens = next(tokens for limit, tokens in _GREEDY_TOKENS if size <= limit)
+        tokens = tokens if remaining >= tokens else 1
         key = (size, tokens)
         step = self._steps.get(key)
         if not isinstance(step, GreedyDraft):
@@ -650,8 +650,8 @@ class PackedRunner:
                 vocabulary = self._run(step).shape[-1]
         self._hide(None, vocabulary)
         for size in (size for size in SIZES if size <= min(MOST_ANSWERS, _GREEDY_TOKENS[-1][0])):
-            for left in (_GREEDY_TOKENS[0][1], 1):
-                draft = self._greedy_step([row] * size, left)
+            for remaining in (_GREEDY_TOKENS[0][1], 1):
+                draft = self._greedy_step([row] * size, remaining)
                 draft.begin([row], draft.ids[:1], [1], self._is_eager)
                 draft.uses = draft.capture_at
                 self._run(draft)

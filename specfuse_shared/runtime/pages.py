@@ -73,7 +73,7 @@ class PagedRow:
         self.used = end
 
     @property
-    def room(self) -> int:
+    def spare_slots(self) -> int:
         """Free slots: those left in its pages, and those that free pages could add, at most for a round's tokens."""
         return self.capacity - self.used + min(self.arena.free_pages * PAGE, TREE_CAPACITY)
 

@@ -289,13 +289,13 @@ def test_guesses_are_as_long_as_they_come_true() -> None:
     guesses = Guesses(barred={99})
     guesses.read([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], 0)
     before = [1, 2, 3, 4]
-    hopeful = guesses.behind(before, Branch(0, ()), room=24, cost=0.06)
+    hopeful = guesses.after(before, Branch(0, ()), slots=24, cost=0.06)
     assert hopeful.tokens[:3] == (5, 6, 7)
-    assert len(guesses.behind(before, Branch(0, ()), room=24, cost=0.5).tokens) == 3, "0.8 ** 4 is less"
+    assert len(guesses.after(before, Branch(0, ()), slots=24, cost=0.5).tokens) == 3, "0.8 ** 4 is less"
     for _ in range(30):
         guesses.records[4].add(False)
-    assert len(guesses.behind(before, Branch(0, ()), room=24, cost=0.06).tokens) < len(hopeful.tokens)
-    assert not guesses.behind(before, Branch(0, ()), room=0, cost=0.06).tokens
+    assert len(guesses.after(before, Branch(0, ()), slots=24, cost=0.06).tokens) < len(hopeful.tokens)
+    assert not guesses.after(before, Branch(0, ()), slots=0, cost=0.06).tokens
     record = Record(0.5)
     for _ in range(50):
         record.add(True)
@@ -305,7 +305,7 @@ def test_guesses_are_as_long_as_they_come_true() -> None:
 def test_accepted_guesses_are_counted_once_and_only_where_they_were_chosen() -> None:
     guesses = Guesses(barred=())
     guesses.read([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], 0)
-    guess = guesses.behind([1, 2, 3, 4], Branch(0, ()), room=3, cost=0.06)
+    guess = guesses.after([1, 2, 3, 4], Branch(0, ()), slots=3, cost=0.06)
     guesses.feed(Branch(0, ()), guess, 0)
     assert guesses.guessed == len(guess.tokens) == 3
     guesses.observe((), (), 5)

@@ -59,14 +59,14 @@ class NodeLogits:
         self,
         nodes: Sequence[int],
         row: Callable[[int], torch.Tensor],
-        likeliest: TopTokens | None = None,
+        most_likely: TopTokens | None = None,
         first: int = 0,
     ) -> None:
-        """Add a feed of nodes: `row(n)` gives the logits (V) after the n-th of them. `likeliest` has their argmax
+        """Add a feed of nodes: `row(n)` gives the logits (V) after the n-th of them. `most_likely` has their argmax
         tokens from row `first` on."""
         start = self._count << _ROW_BITS
         self.places.update(zip(nodes, range(start, start + len(nodes)), strict=True))
-        self._feeds[self._count] = row, likeliest, first
+        self._feeds[self._count] = row, most_likely, first
         self._count += 1
 
     def row(self, node: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ class NodeLogits:
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
         return self._feeds[feed][0](row)
 
-    def likeliest(self, node: int) -> Place | None:
+    def most_likely(self, node: int) -> Place | None:
         """Place of the argmax token after a node, if computed."""
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
         _, argmax, first = self._feeds[feed]
@@ -200,12 +200,12 @@ class SequenceState(ABC):
 
     def knows(self, branch: Branch) -> int:
         """Number of the branch's first tokens that went through the model."""
-        path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._behind(branch))
+        path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._divided(branch))
         count = next((n for n, node in enumerate(path) if node not in self._logits.places), len(path))
         return max(0, count - (branch.base < len(self.answer)))
 
     @property
-    def room(self) -> int:
+    def spare_slots(self) -> int:
         """Tokens that fit into the cache without more memory; 0 if no guesses should be fed."""
         return 0
 
@@ -214,10 +214,10 @@ class SequenceState(ABC):
         path = self._path(branch)
         return self._logits_row(path[-1] if path else ROOT)
 
-    def likeliest(self, branch: Branch) -> int | None:
+    def most_likely(self, branch: Branch) -> int | None:
         """The argmax token after the branch, if its forward pass computed it; all such tokens share one device sync."""
         path = self._path(branch)
-        place = self._logits.likeliest(path[-1]) if path else self._end_place
+        place = self._logits.most_likely(path[-1]) if path else self._end_place
         return None if place is None else place[0].token(place[1])
 
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
@@ -259,7 +259,7 @@ class SequenceState(ABC):
         self.extend([branch])  # usually feeds nothing: the caller has done it
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
-        self._end_place = self._logits.likeliest(path[-1]) if path else self._end_place
+        self._end_place = self._logits.most_likely(path[-1]) if path else self._end_place
         self._keep(branch, path[len(path) - len(branch.tokens) :])
         self.answer, self._end = self.answer[: branch.base] + branch.tokens, end
         self._forget_tree()
@@ -316,7 +316,7 @@ class SequenceState(ABC):
         base, tokens = key = branch.base, branch.tokens
         nodes = self._paths.get(key)
         if nodes is None:
-            trunk, tail = self._behind(branch)
+            trunk, tail = self._divided(branch)
             before = self._paths.get((base, tokens[:-1])) if len(tail) > 1 else None
             if before is None:
                 nodes = self._tree.path(trunk, tail)
@@ -325,7 +325,7 @@ class SequenceState(ABC):
             self._paths[key] = nodes
         return nodes
 
-    def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
+    def _divided(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
         """The branch as (committed tokens that it sees, tokens to feed after them).
 
         If it begins within the answer, the committed token before it is fed again as its first token.
@@ -444,13 +444,13 @@ class TreeSequence(SequenceState):
             [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], logit_count=1)])
             self._end, self._end_place = rows[-1], None
 
-    def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, most_likely: TopTokens | None, first: int) -> None:
         """Store the logits (nodes, V) of the fed tokens. After the last prompt token they are the trunk's.
 
-        `likeliest`: the argmax tokens of the batch, in which this sequence begins at row `first`.
+        `most_likely`: the argmax tokens of the batch, in which this sequence begins at row `first`.
         """
         if nodes:
-            self._logits.add(nodes, rows.__getitem__, likeliest, first)
+            self._logits.add(nodes, rows.__getitem__, most_likely, first)
             self._count(nodes)
             return
         assert self._row is not None
@@ -459,7 +459,7 @@ class TreeSequence(SequenceState):
         self.prompt_remaining = unread
         if not self.prompt_remaining:
             self._end = rows[-1]
-            self._end_place = None if likeliest is None else (likeliest, first + len(rows) - 1)
+            self._end_place = None if most_likely is None else (most_likely, first + len(rows) - 1)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -469,8 +469,8 @@ class TreeSequence(SequenceState):
         return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes after all fed tokens
 
     @property
-    def room(self) -> int:
-        return self._row.room if self._row is not None else 0
+    def spare_slots(self) -> int:
+        return self._row.spare_slots if self._row is not None else 0
 
     def commit(self, branch: Branch) -> None:
         if not self.keeps_speculative:

@@ -142,13 +142,13 @@ class Guesses:
         if branch.tokens and self._expected.get(branch) != OWN:
             self._expected[branch] = kind
 
-    def behind(self, before: Sequence[int], branch: Branch, room: int, cost: float, share: float = 1.0) -> Guess:
-        """A guess of at most `room` tokens after the branch. The ids `before` precede the branch.
+    def after(self, before: Sequence[int], branch: Branch, slots: int, cost: float, share: float = 1.0) -> Guess:
+        """A guess of at most `slots` tokens after the branch. The ids `before` precede the branch.
 
         A guess ends where the probability of all its tokens together falls below `cost`. `share`: the probability that
         the branch is needed at all.
         """
-        limit, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
+        limit, size = max(0, min(slots, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
         kinds: list[GuessKind] = []
         chance = share
@@ -306,20 +306,20 @@ class LocalSession(Session[SequenceState]):
         """
         if self._guesses is None or not branches or not self.sequence.needs(request):
             return request
-        room, fed = self.sequence.room - sum(len(branch.tokens) for branch in request.branches), []
+        slots, fed = self.sequence.spare_slots - sum(len(branch.tokens) for branch in request.branches), []
         for branch in branches:
-            guess = self._guess(branch, room, 1 / len(branches))
+            guess = self._guess(branch, slots, 1 / len(branches))
             if guess.tokens:
                 fed.append(self._guesses.feed(branch, guess, self._fed_of(branch, guess)))
-                room -= len(guess.tokens)
+                slots -= len(guess.tokens)
         return replace(request, guesses=tuple(fed))
 
-    def _guess(self, branch: Branch, room: int, share: float = 1.0) -> Guess:
+    def _guess(self, branch: Branch, slots: int, share: float = 1.0) -> Guess:
         assert self._guesses is not None
         before = (*self.sequence.prompt[-_BEFORE:], *self.sequence.answer[: branch.base][-_BEFORE:])
         if (limit := self._member.context_limit) is not None:
-            room = min(room, limit - len(self.sequence.prompt) - branch.base - len(branch.tokens) - 1)
-        return self._guesses.behind(before, branch, room, self._member.guess_cost, share)
+            slots = min(slots, limit - len(self.sequence.prompt) - branch.base - len(branch.tokens) - 1)
+        return self._guesses.after(before, branch, slots, self._member.guess_cost, share)
 
     def _fed_of(self, branch: Branch, guess: Guess) -> int:
         """Number of a guess's tokens that went through the model before."""
@@ -341,7 +341,7 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None:
             if self.sequence.knows(branch) == len(branch.tokens):
                 return plain
-            guess = self._guess(branch, self.sequence.room - 1)
+            guess = self._guess(branch, self.sequence.spare_slots - 1)
             if self._constraint is not None:
                 guess = guess.first(self._constraint.follows(guess.tokens))
             if guess.tokens:
@@ -369,9 +369,9 @@ class LocalSession(Session[SequenceState]):
         if self._constraint is not None:
             logits = masked(logits, self._constraint.allowed())
         elif self._sampler.is_plain:
-            likeliest = self.sequence.likeliest(draft.branch)
-            if likeliest is not None and not self._member.is_blocked(likeliest, draft.blocked):
-                return likeliest
+            most_likely = self.sequence.most_likely(draft.branch)
+            if most_likely is not None and not self._member.is_blocked(most_likely, draft.blocked):
+                return most_likely
         history = self._history(draft.branch) if self._sampler.needs_history else ()
         return self._sampler.pick(logits, history, draft.blocked)
 

@@ -42,7 +42,7 @@ class KnownPlaces:
 
     def add(self, ids: tuple[int, ...], place: Place) -> None:
         """Raises `ServerError` for a token that is none."""
-        token = place.likeliest
+        token = place.most_likely
         if token is not None and not (type(token) is int and 0 <= token < self._size):
             raise ServerError("the server gave tokens that its model does not have")
         with_place(self._places, ids, place)
@@ -180,7 +180,7 @@ class ServerSession(Session[SentIds]):
         """The most probable tokens of cached positions that the member may write."""
         drafted: list[int] = []
         while len(drafted) < count:
-            token = self._known_places.at((*self.sequence.answer, *ids, *drafted)).likeliest
+            token = self._known_places.at((*self.sequence.answer, *ids, *drafted)).most_likely
             if token is None or token in banned or not (alone or self._sayable([token]) or token in self._stop_ids):
                 break
             if token in self._stop_ids:

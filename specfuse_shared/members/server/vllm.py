@@ -200,7 +200,7 @@ class Place:
     """
 
     logprobs: Mapping[int, float] = field(default_factory=dict)
-    likeliest: int | None = None
+    most_likely: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +346,8 @@ def of_whole_lines(lines: Sequence[ScoredLine], judged_lines: Sequence[Sequence[
         if any(len(places) != len(line.tokens) + bool(line.stop_ids) for places in endings):
             raise ServerError("the server judged other tokens than those that were asked for")
         ends = [places[-1] for places in endings] if line.stop_ids else []
-        likeliest = next((end.likeliest for end in ends if end.likeliest is not None), None)
-        after = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, likeliest)
+        most_likely = next((end.most_likely for end in ends if end.most_likely is not None), None)
+        after = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, most_likely)
         judged.append([*endings[0][: len(line.tokens)], after])
     return judged
 
@@ -363,8 +363,8 @@ def with_place(places: dict[tuple[int, ...], Place], ids: tuple[int, ...], place
     """Add the logprobs after `ids`."""
     before = places.get(ids)
     if before is not None:
-        likeliest = before.likeliest if place.likeliest is None else place.likeliest
-        place = Place({**before.logprobs, **place.logprobs}, likeliest)
+        most_likely = before.most_likely if place.most_likely is None else place.most_likely
+        place = Place({**before.logprobs, **place.logprobs}, most_likely)
     places[ids] = place
 
 
@@ -432,12 +432,12 @@ class CompletionsEndpoint:
         places = []
         for (prefix, tokens), choice in zip(requested.items(), choices, strict=True):
             top_logprobs = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
-            likeliest = None if more else _named((choice.get("logprobs") or {}).get("tokens") or [])
+            most_likely = None if more else _named((choice.get("logprobs") or {}).get("tokens") or [])
             try:
                 logprobs = {token: checked_logprob(top_logprobs[0][f"token_id:{token}"]) for token in tokens}
             except KeyError:
                 raise MissingLogprobError(f"the server at {self._client.address} does not score named tokens") from None
-            places.append((prefix, Place(logprobs, likeliest)))
+            places.append((prefix, Place(logprobs, most_likely)))
         return places
 
     async def by_prompts(self, model: str, lines: Sequence[ScoredLine]) -> list[list[Place]]:
