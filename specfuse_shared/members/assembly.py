@@ -146,7 +146,7 @@ def _ray_lanes(
     for member in members:
         stages[member.label]("loading on a node of the cluster")
     memory_of = partial(needed_memory, cache_dir=config.cache_dir)
-    lanes = ray_lanes(members, memory_of, config.ray_address, config.execution, on_forward)
+    lanes = ray_lanes(members, memory_of, config.ray_address, config.execution, config.cache_bytes, on_forward)
     for member in members:
         stages[member.label](READY)
     return lanes

@@ -220,16 +220,24 @@ class PipedLane:
 
 
 def serve_members(
-    connection: PolledWire, members: Sequence[MemberConfig], execution: str = "auto", cores: int | None = None
+    connection: PolledWire,
+    members: Sequence[MemberConfig],
+    execution: str = "auto",
+    cores: int | None = None,
+    cache_bytes: int | None = None,
+    share: float = 1.0,
 ) -> None:
-    """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
+    """Load members and run their stages, until the coordinator closes the lane or is gone.
+
+    `cores`: to compute on. `cache_bytes`: see `EnsembleConfig`. `share`: of the device, if other processes use it, too.
+    """
     forwards: list[tuple[str, int, float]] = []
 
     def counted(member: str, answers: int, seconds: float, steps: int = 1) -> None:
         forwards.append((member, answers, seconds))
 
     loaded = [load_in_process(member, execution=execution) for member in members]
-    lane = LocalLane(loaded, cores, counted)
+    lane = LocalLane(loaded, cores, counted, cache_bytes, share)
 
     def reply(results: Sequence[StageResult]) -> None:
         connection.send(Answered(tuple(results), lane.cache_use(), tuple(forwards)))

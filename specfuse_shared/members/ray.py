@@ -59,9 +59,12 @@ class _ActorEnd:
 class MemberActor:
     """Loads a member on its node and runs its stages in a separate thread, so that calls do not wait."""
 
-    def __init__(self, config: MemberConfig, execution: str, cores: int | None) -> None:
+    def __init__(
+        self, config: MemberConfig, execution: str, cores: int | None, cache_bytes: int | None, share: float
+    ) -> None:
         self._end = _ActorEnd()
-        threading.Thread(target=self._serve, args=(config, execution, cores), daemon=True).start()
+        settings = config, execution, cores, cache_bytes, share
+        threading.Thread(target=self._serve, args=settings, daemon=True).start()
 
     def started(self) -> None:
         """It has its place, and loads."""
@@ -77,9 +80,9 @@ class MemberActor:
             messages.append(self._end.outbox.get())
         return messages
 
-    def _serve(self, config: MemberConfig, execution: str, cores: int | None) -> None:
+    def _serve(self, config: MemberConfig, *settings: Any) -> None:
         try:
-            serve_members(self._end, [config], execution, cores)
+            serve_members(self._end, [config], *settings)
             self._end.outbox.put(EOFError())
         except BaseException as error:
             self._end.outbox.put(_sendable(error))
@@ -88,13 +91,15 @@ class MemberActor:
 class ActorWire:
     """The coordinator's end: `recv` raises what the actor raised, and `EOFError` where it is gone."""
 
-    def __init__(self, config: MemberConfig, execution: str, needs: Mapping[str, float]) -> None:
+    def __init__(
+        self, config: MemberConfig, execution: str, needs: Mapping[str, float], cache_bytes: int | None
+    ) -> None:
         options = actor_options(needs)
         self._needs = needs
         cores = max(1, int(options["num_cpus"]))
         groups = {"in": 1, "out": 1}
         kind = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups, **options)(MemberActor)
-        self._actor: Any = kind.remote(config, execution, cores)
+        self._actor: Any = kind.remote(config, execution, cores, cache_bytes, min(1.0, needs.get("GPU") or 1.0))
         self._arrived: deque[Any] = deque()
         self._closed = self._broken = False
 
@@ -162,6 +167,7 @@ def ray_lanes(
     memory_of: MemoryOf,
     address: str | None,
     execution: str,
+    cache_bytes: int | None,
     on_forward: OnForward,
 ) -> list[PipedLane]:
     """A lane for each member, on a node with the required resources. All load at the same time.
@@ -177,7 +183,7 @@ def ray_lanes(
     needs = [needs_of(member, memory_of, cards) for member in members]
     for member, need in zip(members, needs, strict=True):
         _check_capacity(member, need, nodes)
-    wires = [ActorWire(member, execution, need) for member, need in zip(members, needs, strict=True)]
+    wires = [ActorWire(member, execution, need, cache_bytes) for member, need in zip(members, needs, strict=True)]
     lanes: list[PipedLane] = []
     try:
         for member, wire in zip(members, wires, strict=True):

@@ -1,4 +1,4 @@
-"""CUDA graphs: a captured step is replayed by a single launch, with the numbers of a run.
+"""CUDA graphs: a captured step is replayed by a single launch, and gives the same numbers as an eager run.
 
 A step that cannot be captured runs kernel by kernel, with a reason, as every step does on other devices.
 """
@@ -159,7 +159,8 @@ class Graphs:
             watched = nullcontext() if self._has_captured else NoWaiting(self._device)
             with torch.cuda.stream(self._stream):
                 with watched:
-                    step()  # the first call on a stream sets up libraries for it
+                    # sets up libraries for the stream; compiled layers must have run before, outside of `watched`
+                    step()
                 self._stream.synchronize()
                 torch.cuda.empty_cache()
                 self._kept.append(graph)  # also one that fails, until `drop`

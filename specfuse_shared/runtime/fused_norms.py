@@ -1,4 +1,4 @@
-"""Faster operations for processors: RMS norms as one operation instead of eight, and packed weights.
+"""RMS norms as one operation instead of eight, on every device; packed weights on a processor.
 
 Packed weights have the layout that the processor's matrix library (oneDNN) reads best: once at load, not in every
 product.
@@ -54,7 +54,21 @@ def _fused(kind: Any, has_offset: bool) -> type:
         """In float32, for 1 + weight has more digits than 16 bits hold."""
         return rms_norm(x.float(), module.weight.shape, module.fused_scale, module.fused_epsilon).to(x.dtype)
 
-    return type(kind.__name__, (kind,), {"forward": scaled if has_offset else plain, "__module__": kind.__module__})
+    own = {"forward": scaled if has_offset else plain, "__reduce_ex__": as_original(kind)}
+    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+
+
+def as_original(kind: Any) -> Any:
+    """A `__reduce_ex__` that pickles and copies a module as one of class `kind`: subclasses made here have no name."""
+
+    def reduced(module: Any, protocol: Any) -> Any:
+        return _unfilled, (kind,), module.__dict__
+
+    return reduced
+
+
+def _unfilled(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _formula(module: torch.nn.Module) -> tuple[float, float] | None:

@@ -8,10 +8,14 @@ Symbols: T tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.nn.functional import linear
 
 from specfuse_shared.runtime.paged_attention import has_kernel
+
+logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 32
 """Longer inputs are bound by arithmetic."""
@@ -36,7 +40,8 @@ def _operation(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias
     if x.device.type == "cuda" and has_kernel() and len(x) <= MOST_TOKENS:
         from specfuse_shared.runtime.int8_kernel import multiply
 
-        return multiply(x, weight, scales, bias)
+        with torch.cuda.device(x.device):  # Triton launches on the current device
+            return multiply(x, weight, scales, bias)
     return plain(x, weight, scales, bias)
 
 
@@ -68,6 +73,8 @@ def use_int8_products(model: torch.nn.Module) -> int:
     Layers with another form of weights, and those that an offloading hook feeds, stay as they are.
     """
     count = 0
+    if not _works(next(model.parameters()).device):
+        return 0
     for module in model.modules():
         if type(module) is not torch.nn.Linear or hasattr(module, "_hf_hook"):
             continue
@@ -77,6 +84,18 @@ def use_int8_products(model: torch.nn.Module) -> int:
             module.__class__ = Int8Linear
             count += 1
     return count
+
+
+@torch.inference_mode()
+def _works(device: torch.device) -> bool:
+    """Whether a small product runs on a device: Triton may be installed, but lack a compiler or the card's support."""
+    try:
+        x, scales = torch.ones(1, 128, device=device), torch.ones(32, device=device)
+        product = int8_linear(x, torch.ones(32, 128, dtype=torch.int8, device=device), scales)
+        return bool((product == 128).all())
+    except Exception as error:  # compilers of kernels have their own classes
+        logger.warning("int8 products run as torchao has them: %s: %s", type(error).__name__, error)
+        return False
 
 
 def _parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -86,7 +86,7 @@ class Reclaimable(Protocol):
     def pool(self) -> Room: ...
 
     def free_spare(self) -> bool:
-        """Free what is soon there again, remembered prefixes and empty blocks; whether there was any."""
+        """Free what is quickly rebuilt: remembered prefixes; whether there was any."""
         ...
 
     def drop_steps(self) -> bool:
@@ -154,6 +154,8 @@ class ModelRunner:
         self.dynamic = 0
         """Number of forward passes without a fixed shape."""
         self.packed: PackedRunner | None = None
+        self.captured_bytes = 0
+        """Bytes that steps took when they were captured at load."""
         self._graphs = graphs
         if plan is not None and graphs is not None:
             self.open_arena(pages)
@@ -170,6 +172,7 @@ class ModelRunner:
         assert plan is not None
         assert graphs is not None
         graphs.drop()
+        self.captured_bytes = 0
         arena = PageArena(self._slots, pages)
         arena.reclaim_pages = self.prefixes.drop_oldest
         text = self.model.config.get_text_config(decoder=True)
@@ -290,7 +293,7 @@ class ModelRunner:
         """Memory besides caches that its forward passes may still allocate."""
         text, packed = self.model.config.get_text_config(decoder=True), self.packed
         graphs = packed.reserve_bytes(text.hidden_size, text.vocab_size) if packed is not None else 0
-        return graphs + self.stream.reserve_bytes
+        return max(0, graphs - self.captured_bytes) + self.stream.reserve_bytes
 
     def free_spare(self) -> bool:
         had = self.prefixes.memory_bytes > 0

@@ -47,9 +47,14 @@ _MOST_SCORE_BYTES = 1 << 30
 def piece_on_mps(size: int, used: int, heads: int) -> int:
     """Prompt tokens of one forward pass after `used` slots: the scores of all heads exist at once, in float32."""
     piece = size
-    while piece > 1 and 4 * heads * piece * (used + piece) > _MOST_SCORE_BYTES:
+    while piece > 1 and 4 * heads * _rounded(piece) * _rounded(used + piece) > _MOST_SCORE_BYTES:
         piece //= 2
     return piece
+
+
+def _rounded(count: int) -> int:
+    """The next power of two: attention in packed steps rounds its shapes up."""
+    return 1 << (count - 1).bit_length()
 
 
 class _Kept(threading.local):

@@ -59,8 +59,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a layer does besides: `scale` of the scores, soft `cap` of them (0: none), `window` and `chunk` of the
-    positions that a token sees (0: all)."""
+    """Further settings of a layer's attention: `scale` of the scores, soft `cap` of them (0: none), `window` and
+    `chunk` of the positions that a token sees (0: all)."""
 
     scale: float
     cap: float = 0.0

@@ -32,12 +32,12 @@ from specfuse_shared.runtime.paged_attention import paged_attention, parts_for
 from specfuse_shared.runtime.pages import PageArena, PagedRow
 from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Download, NotFiniteError, Sampler, upload
 
-SIZES = tuple(1 << n for n in range(12))
-"""Possible numbers of tokens of a step: 1 to 2,048. Larger inputs take several steps."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1280, 1536, 2048)
+"""Possible numbers of tokens of a step. Larger inputs take several steps."""
 MOST_ANSWERS = 512
 """Maximum answers of a step. More answers take several steps."""
-_FEW_LOGITS = 64
-"""A large step has two forms if the model can skip logits: one computes at most this number, the other one all."""
+_LOGIT_COUNTS = (64, 256, 1024)
+"""A larger step computes at most one of these numbers of logits, if the model can skip the others, or all."""
 _WARMED = 256
 """Tokens of the largest step that is captured at load."""
 _TAIL = 512
@@ -45,14 +45,15 @@ _TAIL = 512
 _MOST_PAGES = 8192
 """Maximum pages of an answer for which the buffers are made at first."""
 _GREEDY_TOKENS = ((8, 4), (32, 1))
-"""Tokens that each draft chooses in one graph, for steps of up to 8 and 32 drafts: launches cost more than small steps.
-More drafts choose outside the graph."""
+"""Tokens that each draft chooses in one graph, for steps of up to 8 and 32 drafts: for small steps, launching costs
+more than computing. More drafts choose outside the graph."""
 _GRAPH_BYTES = 8 << 20
 _USUAL_STEPS = 24
 _ACTIVATIONS = 32
 """Activations of one token that are alive at once, in multiples of the hidden size; rather too many."""
 _RESERVED_TOKENS = 1024
 """Tokens of a step for which memory is reserved: a piece of a prompt, or verifications of some answers at once."""
+_LATER = 4
 _FIRST_CHECK, _NEXT_CHECK = 64, 8
 """A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
 
@@ -111,7 +112,7 @@ class Buffers:
     token, the slot of that token, and the number of tokens that it still has to feed.
     """
 
-    @torch.inference_mode()  # always: compiled layers are compiled anew for tensors of the other kind
+    @torch.inference_mode()  # always: layers would be compiled again for normal tensors
     def __init__(self, device: torch.device, pages: int, tail: int = _TAIL) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -124,7 +125,7 @@ class Buffers:
         self.tail = zeros(largest, tail, dtype=torch.uint8)
         self.tail_positions = zeros(MOST_ANSWERS, tail)
         self.blocks = zeros(largest, 2)
-        self.logit_tokens = zeros(_FEW_LOGITS, dtype=torch.long)
+        self.logit_tokens = zeros(_LOGIT_COUNTS[-1], dtype=torch.long)
         self.drafts = zeros(3, _GREEDY_TOKENS[-1][0], dtype=torch.long)
         self.drafts_after = torch.zeros_like(self.drafts)
 
@@ -139,18 +140,23 @@ class Step(Protocol):
     replays: int
     capture_at: int
 
+    @property
+    def compared(self) -> torch.Tensor:
+        """The logits that a replay must have in common with a run."""
+        ...
+
     def feed(self, runner: PackedRunner) -> None:
         """Run the step kernel by kernel, from its buffers to its logits."""
         ...
 
 
 class PackedStep(Cache):
-    """One forward pass over `size` packed tokens; acts as the model's cache. `few`: not all logits are computed."""
+    """One forward pass over `size` packed tokens; acts as the model's cache. `logit_count`: logits that it computes."""
 
     is_packed = True
 
     def __init__(
-        self, size: int, few: bool, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
+        self, size: int, logit_count: int, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
     ) -> None:
         super().__init__(layers=[])
         self.tokens = size
@@ -159,7 +165,7 @@ class PackedStep(Cache):
         self._buffers = buffers
         self.inputs = buffers.inputs[:, :size]
         self.ids, self.positions, self._slots = self.inputs
-        self.logit_tokens = buffers.logit_tokens if few else None
+        self.logit_tokens = buffers.logit_tokens[:logit_count] if logit_count < size else None
         self._layout = Layout(
             buffers.tokens[:size],
             buffers.answers,
@@ -174,6 +180,11 @@ class PackedStep(Cache):
         self.replay: Callable[[], None] | None = None
         self.uses = self.replays = 0
         self.capture_at = 1
+
+    @property
+    def compared(self) -> torch.Tensor:
+        assert self.logits is not None
+        return self.logits
 
     def feed(self, runner: PackedRunner) -> None:
         logits = runner.call(self)
@@ -306,7 +317,7 @@ class PackedStep(Cache):
         """The rows in which the logits of tokens `last` will be: their each, or the first ones if few are computed."""
         if self.logit_tokens is None:
             return upload(last, self.inputs.device)
-        padded = [*last, *[0] * (_FEW_LOGITS - len(last))]
+        padded = [*last, *[0] * (len(self.logit_tokens) - len(last))]
         self.logit_tokens.copy_(upload(padded, self.inputs.device))
         return upload(list(range(len(last))), self.inputs.device)
 
@@ -334,6 +345,12 @@ class GreedyDraft:
         self.replay: Callable[[], None] | None = None
         self.uses = self.replays = 0
         self.capture_at = 1
+
+    @property
+    def compared(self) -> torch.Tensor:
+        """Those of the first forward pass: the tokens of later ones may differ after rounding."""
+        assert self.logits is not None
+        return self.logits[: self._step.tokens]
 
     def begin(self, rows: Sequence[PagedRow], ids: torch.Tensor, counts: Sequence[int], is_eager: bool) -> None:
         """Start drafts of `counts` tokens, of which the first ones (`ids`) are chosen."""
@@ -448,6 +465,8 @@ class PackedRunner:
         self._steps: dict[tuple[int, ...], Step] = {}
         self._logits: dict[int, torch.Tensor] = {}
         self._hidden: torch.Tensor | None = None
+        self._capture_at = 1
+        """The use of a step at which it is captured; later after steps were dropped because memory was short."""
         self._arena = arena
         self._run_length = tokens_of_a_worker(groups)
         self._can_skip_logits = can_skip_logits
@@ -577,34 +596,35 @@ class PackedRunner:
         else:
             step.feed(self)
             self.ran += 1
-        assert step.logits is not None
         if step.replay is None and step.uses >= step.capture_at:
-            self._capture(step, step.logits)
+            self._capture(step)
+        assert step.logits is not None
         return step.logits
 
     def _replay(self, step: Step, replay: Callable[[], None]) -> None:
         replay()
         self.replayed += 1
         step.replays += 1
-        assert step.logits is not None
         if _is_checked(step.replays):
-            self.graphs.holds(lambda: step.feed(self), step.logits)
+            self.graphs.holds(lambda: step.feed(self), step.compared)
 
-    def _capture(self, step: Step, logits: torch.Tensor) -> None:
-        step.replay = self.graphs.capture(lambda: step.feed(self), logits, step.ids)
-        if step.replay is None:  # memory may have been insufficient: try again, later
+    def _capture(self, step: Step) -> None:
+        step.replay = self.graphs.capture(lambda: step.feed(self), step.compared, step.ids)
+        if step.replay is None:  # memory may have been short: try again later
             step.capture_at = 4 * step.uses
 
     def _packed(self, rows: Sequence[PagedRow], tokens: int, logits_needed: int, width: int = 0) -> PackedStep:
         """The step for a number of tokens of these rows. `width`: slots of the longest tail."""
         size = size_of(tokens)
-        few = self._can_skip_logits and size > _FEW_LOGITS >= logits_needed
+        counts = [count for count in _LOGIT_COUNTS if logits_needed <= count < size] if self._can_skip_logits else []
+        logit_count = counts[0] if counts else size
         parts = parts_for(size, max(row.capacity for row in rows))
         self._widen(max(len(row.pages) for row in rows), width)
-        key = (size, few, parts)
+        key = (size, logit_count, parts)
         step = self._steps.get(key)
         if not isinstance(step, PackedStep):
-            step = PackedStep(size, few, parts, self._run_length, self._buffers, self._arena, self._plan)
+            step = PackedStep(size, logit_count, parts, self._run_length, self._buffers, self._arena, self._plan)
+            step.capture_at = self._capture_at
             self._steps[key] = step
         step.uses += 1
         return step
@@ -620,6 +640,7 @@ class PackedRunner:
         if not isinstance(step, GreedyDraft):
             assert self._hidden is not None
             step = self._steps[key] = GreedyDraft(one, tokens, self._buffers, self._hidden)
+            step.capture_at = self._capture_at
         step.uses += 1
         return step
 
@@ -636,14 +657,14 @@ class PackedRunner:
         held_pages, held_tail = self._buffers.pages.shape[1], self._buffers.tail.shape[1]
         if pages <= held_pages and tail <= held_tail:
             return
-        self.drop()
+        self._clear()
         grown = [1 << (max(n, held) - 1).bit_length() for n, held in ((pages, held_pages), (tail, held_tail))]
         self._buffers = Buffers(self._device, *grown)
 
     def warm_up(self, row: PagedRow) -> None:
         """Capture the steps of every usual size, both with all logits and with few of them, and the greedy drafts."""
         for size in (size for size in SIZES if size <= _WARMED):
-            for logits_needed in {size, min(size, _FEW_LOGITS)}:
+            for logits_needed in {size, min(size, _LOGIT_COUNTS[0])}:
                 step = self._packed([row], size, logits_needed)
                 step.begin([row], self._is_eager)
                 step.uses = step.capture_at
@@ -657,9 +678,8 @@ class PackedRunner:
                 self._run(draft)
 
     def reserve_bytes(self, width: int, vocabulary: int) -> int:
-        """Bytes that captured steps may take, for a model of hidden size `width`; a generous estimate.
-
-        It counts the logits and activations of a large step, and the graphs.
+        """Bytes that captured steps may take, for a model of hidden size `width`; an estimate for steps of up to 1,024
+        tokens: their logits and activations, and the graphs.
         """
         if self._is_eager:
             return 0
@@ -667,7 +687,14 @@ class PackedRunner:
         return _RESERVED_TOKENS * (vocabulary + _ACTIVATIONS * width) * size + _USUAL_STEPS * _GRAPH_BYTES
 
     def drop(self) -> bool:
-        """Free the memory of all steps, none of which may still run. Returns whether any was captured."""
+        """Free the memory of all steps, none of which may still run. Returns whether any was captured.
+
+        Steps are captured again at a later use, so that they do not take the memory back at once.
+        """
+        self._capture_at *= _LATER
+        return self._clear()
+
+    def _clear(self) -> bool:
         had = self.graphs.count > 0
         self._steps.clear()
         self._logits.clear()

@@ -38,7 +38,7 @@ def paged_attention(
         layout: Where the tokens lie.
         sight: What the layer does besides.
         sinks: (H): logits that take part in each softmax without a value (gpt-oss).
-        parts: Number of workers that share the slots of a run; a kernel's affair.
+        parts: Number of workers that share the slots of a run; only the kernel uses it.
     """
     if layout.runs is not None and not uses_kernel(query.device):
         return plain(query, keys, values, layout, sight, sinks)
@@ -73,7 +73,8 @@ def _operation(
     if uses_kernel(query.device):
         from specfuse_shared.runtime.paged_kernel import attend
 
-        return attend(query, keys, values, layout, sight, sinks, parts)
+        with torch.cuda.device(query.device):  # Triton launches on the current device
+            return attend(query, keys, values, layout, sight, sinks, parts)
     return plain(query, keys, values, layout, sight, sinks)
 
 
@@ -89,7 +90,7 @@ def uses_kernel(device: torch.device) -> bool:
 
 @cache
 def has_kernel() -> bool:
-    """Whether Triton is installed, which comes with torch for CUDA and ROCm on Linux."""
+    """Whether Triton is installed, which may still be unable to compile. It comes with torch on Linux."""
     return importlib.util.find_spec("triton") is not None
 
 

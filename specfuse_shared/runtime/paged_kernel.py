@@ -101,29 +101,29 @@ def _merge(
     Out, Peaks, Sums, Sinks, Merged,
     ALL_HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The output of one token and head from its parts; zero where no part has a sum."""
+    """The output of one token and head from its parts; zero where no part has a sum. NaN stays."""
     at = tl.program_id(0)
     part = tl.arange(0, PARTS)
     value = tl.arange(0, VALUE_PADDED)
     peak = tl.load(Peaks + at * PARTS + part)
     weight = tl.load(Sums + at * PARTS + part)
-    peak = tl.where(weight > 0, peak, -float("inf"))
+    peak = tl.where(weight != 0, peak, -float("inf"))
     top = tl.max(peak, 0)
     sink = -float("inf")
     if SINKS:
         sink = tl.load(Sinks + at % ALL_HEADS).to(tl.float32)
         top = tl.maximum(top, sink)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    fade = tl.where(weight > 0, tl.exp(peak - safe), 0.0)
+    fade = tl.where(weight != 0, tl.exp(peak - safe), 0.0)
     out = tl.load(
         Out + (at * PARTS + part)[:, None] * VALUE + value[None, :],
-        mask=(weight > 0)[:, None] & (value < VALUE)[None, :],
+        mask=(weight != 0)[:, None] & (value < VALUE)[None, :],
         other=0.0,
     )
     whole = tl.sum(weight * fade, 0)
     if SINKS:
         whole += tl.exp(sink - safe)
-    merged = tl.sum(out * fade[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    merged = tl.sum(out * fade[:, None], 0) / tl.where(whole != 0, whole, 1.0)
     tl.store(Merged + at * VALUE + value, merged.to(Merged.dtype.element_ty), mask=value < VALUE)
 
 

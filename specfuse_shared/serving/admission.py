@@ -102,6 +102,12 @@ class Budget:
                 if member.smallest_row > 1:  # a page
                     slots = max(slots, prompts[member.name] + TREE_CAPACITY)
                     slots = -(-slots // member.smallest_row) * member.smallest_row
+                    if slots > member.cache_tokens:
+                        raise RequestError(
+                            f"the answer may need {slots} tokens of cache in member {member.name!r}, whose pages hold "
+                            f"{member.cache_tokens}: shorten the prompt, lower max_tokens, or raise "
+                            "EnsembleConfig(cache_bytes=…)"
+                        )
                 tokens[member.name] = min(slots, member.cache_tokens)
             else:
                 rows[member.name] = _grown(prompts[member.name] + TREE_CAPACITY, slots, member)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +90,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(tmp_path: Path, monkeypat
     assert "there is no compiler here" in made.report.layers
     assert made.report.probe_error < 1e-3
     assert made.runner.is_paged
-    assert not any("forward" in vars(layer) for layer in made.runner.model.model.layers)
+    assert not any(hasattr(layer, "uncompiled_class") for layer in made.runner.model.model.layers)
 
 
 @pytest.mark.slow
@@ -109,6 +111,19 @@ def test_layers_are_compiled_only_where_configured_and_known(tmp_path: Path, mon
     off = LocalMember(MemberConfig(str(tmp_path), compile="off"), execution="paged")
     assert off.report.layers == ""
     off.runner.model._no_split_modules = None
-    assert compiled_layers.compile_layers(off.runner.model, tmp_path) == []
+    assert compiled_layers.compile_layers(off.runner.model, tmp_path) == 0
     monkeypatch.undo()
     assert LocalMember(MemberConfig(str(tmp_path)), execution="paged").report.layers == ""
+
+
+@torch.inference_mode()
+def test_a_compiled_model_is_copied_and_pickled_as_it_was(tmp_path: Path) -> None:
+    save_model("llama", byte_level_tokenizer(), tmp_path)
+    model = LocalMember(MemberConfig(str(tmp_path), compile="off")).runner.model
+    assert compile_layers(model, tmp_path, "eager") == compile_layers(model, tmp_path, "eager") == 3
+    ids = torch.arange(3, 12)[None]
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not hasattr(copied.model.layers[0], "uncompiled_class")
+        torch.testing.assert_close(copied(input_ids=ids).logits, model(input_ids=ids).logits)
+    model.model.layers[0].forward = lambda *args, **kwargs: None
+    assert compile_layers(model, tmp_path) == 0, "changed by something else"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.members.local import probe
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime.kv_cache import PrefixCache
+from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.pages import OutOfPagesError, PageArena, PagedRow
+from tests.support.against_naive import local_members
 
 
 def arena(pages: int) -> PageArena:
@@ -131,3 +140,26 @@ def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
     prefixes.shrink()
     assert made.free_pages == 19
     assert PAGE == 16
+
+
+def test_a_lane_makes_fewer_pages_where_memory_is_short(
+    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so if there is no memory for any."""
+    plainly, limit = ModelRunner.open_arena, 40
+
+    def scarce(runner: ModelRunner, pages: int) -> None:
+        if pages > limit:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        plainly(runner, pages)
+
+    monkeypatch.setattr(ModelRunner, "open_arena", scarce)
+    monkeypatch.setattr(probe, "_PAGES", 30)
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged")) as engine:
+        assert all(20 < member.runner.pool.pages <= 40 for member in local_members(engine.load()))
+        assert engine.generate("Tides?", SamplingParams(max_tokens=5)).text
+    folder = tiny_engine.config.member_configs[0]
+    member = LocalMember(folder, execution="paged")
+    limit = 2
+    with pytest.raises(MemberLoadError, match="there is no memory for its cache on cpu"):
+        LocalLane([member])

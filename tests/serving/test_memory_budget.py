@@ -93,3 +93,12 @@ def test_pages_are_taken_from_the_bytes_for_caches() -> None:
     assert admission.limits == {"cpu": 150_000}
     with pytest.raises(RequestError, match="cache_bytes"):
         admission.needs(asked(100, 100))
+
+
+def test_an_answer_beyond_the_pages_is_refused_before_it_starts() -> None:
+    report: Any = None
+    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 16, 100, report, cache_tokens=2048)
+    admission = Budget(EnsembleConfig(["m"]), [info], {"cpu": 1 << 30})
+    assert admission.needs(asked(1000, 900)).tokens["m"] <= 2048
+    with pytest.raises(RequestError, match=r"may need 2\d\d\d tokens of cache in member 'm', whose pages hold 2048"):
+        admission.needs(asked(1000, 1100))

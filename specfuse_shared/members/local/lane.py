@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.members.local.batching import StageWork, feed_all, share_prompt_tokens
 from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.members.local.sequence import PREFILL_CHUNK
@@ -52,6 +53,7 @@ from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_memory
 from specfuse_shared.runtime.mps import mps_turn
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.packed_layout import PAGE
 
 
@@ -231,10 +233,11 @@ class _Timed:
 
 
 _MOST_ANSWERS_OF_PAGES = {"cuda": 256}
+"""Limit of a member's pages: enough for this number of answers of full context length."""
 _DEFAULT_MOST_ANSWERS_OF_PAGES = 16
+"""The same for devices whose memory is also the processor's."""
 _MOST_CONTEXT_OF_PAGES = 8192
-"""Limit of a member's pages: enough for this number of answers of full context length, or of 8,192 tokens on devices
-whose memory is also the processor's."""
+"""Tokens of context that such devices count with at most; also for a model that states no context length."""
 _FEWEST_TOKENS_OF_PAGES = 2048
 """Tokens of the smallest arena, where memory is short."""
 _SHARE_OF_PAGES = 0.85
@@ -245,7 +248,7 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None, la
     """Make the pages of members with paged execution, for the same number of tokens in each member.
 
     They take a share of `cache_bytes`, or of the free memory of the device if that is None. `lane_share`: the share of
-    this lane, if several lanes use the device.
+    this lane, if several lanes use the device. Raises `MemberLoadError` if there is no memory for any.
     """
     paged = [member for member in members if isinstance(member, LocalMember) and member.runner.is_paged]
     for device, alike in groupby(paged, key=lambda member: next(iter(member.devices))):
@@ -256,9 +259,31 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None, la
         size = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
         tokens = max(0, int(_SHARE_OF_PAGES * lane_share * size)) // sum(member.bytes_per_token for member in here)
         for member in here:
-            limit = _most_tokens(member)
-            member.runner.open_arena(1 + min(max(tokens, _FEWEST_TOKENS_OF_PAGES), limit) // PAGE)
-            member.runner.warm_up()
+            smallest = PAGE if cache_bytes else _FEWEST_TOKENS_OF_PAGES
+            _open_arena(member, min(max(tokens, smallest), _most_tokens(member)), device)
+
+
+def _open_arena(member: LocalMember, tokens: int, device: str) -> None:
+    """Make a member's pages for this number of tokens, or for fewer if memory is short, and capture its steps."""
+    runner = member.runner
+    with runner.stream.entered():
+        while True:
+            try:
+                runner.open_arena(1 + tokens // PAGE)
+                free = free_memory(device)
+                runner.warm_up()
+                runner.captured_bytes = max(0, free - free_memory(device))
+                return
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                runner.open_arena(2)
+                if tokens < 4 * PAGE:
+                    raise MemberLoadError(
+                        f"member {member.name!r}: there is no memory for its cache on {device}: name a smaller model "
+                        "or a quantised one, or look at `specfuse-llm doctor --plan`"
+                    ) from error
+            tokens //= 2
 
 
 def _most_tokens(member: LocalMember) -> int:

@@ -354,7 +354,7 @@ class LocalMember(InProcessMember):
 
 
 def may_be_paged(device: torch.device, execution: str) -> bool:
-    """Whether a model on a device may run over pages."""
+    """Whether a model may run over pages on a device with CUDA, where kernels and merged products pay."""
     return execution == "paged" or (execution == "auto" and device.type == "cuda")
 
 

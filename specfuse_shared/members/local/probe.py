@@ -106,8 +106,10 @@ def probe(model: Any, member: str, execution: str = "auto", compiled_code: Path 
     are exact. `compiled_code`: folder for the code of compiled layers; None: they are not compiled.
     """
     try:
-        tried = Known()
-        return _executed(model, _best_way(model, member, tried), member, execution, compiled_code, tried)
+        tried, stream = Known(), ModelStream(model_home(model))
+        with stream.entered():
+            way = _best_way(model, member, stream, tried)
+            return _executed(model, way, member, execution, compiled_code, tried)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -117,11 +119,11 @@ def probe(model: Any, member: str, execution: str = "auto", compiled_code: Path 
         ) from error
 
 
-def _best_way(model: Any, member: str, results: Known) -> Attempt:
+def _best_way(model: Any, member: str, stream: ModelStream, results: Known) -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
     problems = list[str]()
-    start = Attempt(None, stream=ModelStream(model_home(model)))
+    start = Attempt(None, stream=stream)
     ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
     for group in (ways, [start], [replace(start, one_by_one=True)]):
@@ -176,7 +178,7 @@ def _executed(
         packed, uncompiled = _packed(model, way, member, tried)
         if layers and not uncompiled:
             return replace(packed, layers="compiled")
-        leave_uncompiled(layers)
+        leave_uncompiled(model)
         uncompiled = uncompiled or "their class is not known"
         logger.warning("member %s runs without compiled layers: %s", member, uncompiled)
         uncompiled = f"not compiled: {uncompiled}"
@@ -190,13 +192,18 @@ def _executed(
 def _packed(model: Any, way: Attempt, member: str, tried: Known) -> tuple[Attempt, str]:
     """The path in paged execution, and what is wrong with it, if anything is."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
-    paged = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
+    paged = replace(way, error=float("inf"), graphs=Graphs(model.device, member, _no_graphs(model)))
     packed = _attempt(model, paged, problems, tried)
     assert packed.graphs is not None
     packed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
     if packed.error <= tolerance:
         return packed, ""
     return packed, "; ".join(problems) or f"packed steps are off by {packed.error:.2g} nats"
+
+
+def _no_graphs(model: Any) -> str | None:
+    """Why no step can be captured, if that is known beforehand."""
+    return "Triton is not installed" if model.device.type == "cuda" and not has_kernel() else None
 
 
 def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
