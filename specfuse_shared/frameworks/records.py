@@ -226,7 +226,7 @@ def value_of(
 
 
 class Thoughts:
-    """Joins the reasoning of concurrent members: streams that of the first one, then appends the others'."""
+    """Joins the reasoning of concurrent members: streams the reasoning of the first one, then appends the others'."""
 
     def __init__(self) -> None:
         self._first: str | None = None

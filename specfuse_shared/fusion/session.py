@@ -269,9 +269,9 @@ class AnswerSession:
                 self.participants.drop([name], self._next, "context")
 
     def _release_late(self, closes: Ops) -> frozenset[str]:
-        """Members among these that are late. Nobody waits for them to close: their stages give no result any more.
+        """Members among these that are late. The answer does not wait for them to close: their stages give no result.
 
-        The member that scores the answer next is waited for.
+        It waits for the member that scores it next.
         """
         judge = self.participants.reference.member.name if self._params.logprobs else None
         late = frozenset(name for name in closes if name in self._late.running and name != judge)

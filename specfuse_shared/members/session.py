@@ -41,7 +41,7 @@ _MOST_EXTRA_TOKENS = 8
 
 T = TypeVar("T")
 Stage: TypeAlias = Coroutine[Any, Any, T]
-"""A member's part of a round for one answer; what it awaits is known to whoever runs it."""
+"""A member's part of a round for one answer; the caller runs the requests that it awaits."""
 
 
 class SequenceIds(Protocol):

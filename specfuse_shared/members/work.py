@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Work(Generic[W, R, T]):
     """A coroutine that its owner continues whenever it has the result that the coroutine waits for.
 
-    `pending`: what it waits for. Once it is `done`: its `value`, or the `error` that it raised.
+    `pending`: the request that it waits for. Once it is `done`: its `value`, or the `error` that it raised.
 
     Args:
         steps: awaits objects of type `W`, whose `__await__` yields themselves, and gets an `R` for each.
@@ -30,7 +30,7 @@ class Work(Generic[W, R, T]):
         self.done = False
 
     def resume(self, result: R | None = None) -> None:
-        """Run it up to what it waits for next, or to its end. `result`: of what it waited for; none at first."""
+        """Run it up to its next request, or to its end. `result`: of the last request; none at first."""
         self.pending = None
         try:
             # a coroutine that has not begun takes None alone

@@ -1,6 +1,6 @@
 """The sizes of a model from its configuration alone: an empty model is built, and no weight is read.
 
-Also the devices of this machine and their free memory, or those of a described machine.
+Also the devices of this machine and their free memory, or the devices of a described machine.
 """
 
 from __future__ import annotations

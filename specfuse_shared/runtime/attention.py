@@ -125,7 +125,7 @@ class MaskPlan:
         return reach is None or slots <= reach
 
     def markers(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The masks for the model: tiny tensors whose last dimension tells the attention function the layer kind."""
+        """The masks for the model: tiny tensors whose last dimension gives the attention function the layer kind."""
         made = {k: torch.zeros(1, 1, 1, n + 1, device=device, dtype=dtype) for n, k in enumerate(self.kinds)}
         return made if self.as_mapping else made[self.kinds[0]]
 

@@ -61,5 +61,5 @@ def _compiled(kind: Any, backend: Any) -> Any:
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return (compiled if is_in_packed_step() else kind.forward)(layer, *args, **kwargs)
 
-    own = {"forward": forward, "uncompiled_class": kind, "__reduce_ex__": as_original(kind)}
-    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+    namespace = {"forward": forward, "uncompiled_class": kind, "__reduce_ex__": as_original(kind)}
+    return type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})

@@ -71,7 +71,7 @@ class Graphs:
         """A replay of `step`, which ran before with these `ids` and wrote `output` (T, V); None if that cannot be.
 
         The step must be a function of buffers that stay where they are, and may run any number of times. Some reasons
-        do not last, such as a lack of memory, or another thread that waits for the device meanwhile. Then another
+        do not last, such as insufficient memory, or another thread that waits for the device meanwhile. Then another
         step, or this one later, can still be captured.
         """
         if self.reason is not None:

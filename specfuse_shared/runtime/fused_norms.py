@@ -54,8 +54,8 @@ def _fused(kind: Any, has_offset: bool) -> type:
         """In float32, for 1 + weight has more digits than 16 bits hold."""
         return rms_norm(x.float(), module.weight.shape, module.fused_scale, module.fused_epsilon).to(x.dtype)
 
-    own = {"forward": scaled if has_offset else plain, "__reduce_ex__": as_original(kind)}
-    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+    namespace = {"forward": scaled if has_offset else plain, "__reduce_ex__": as_original(kind)}
+    return type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})
 
 
 def as_original(kind: Any) -> Any:

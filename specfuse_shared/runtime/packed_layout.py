@@ -1,4 +1,4 @@
-"""Where packed tokens lie and what each sees, for the operation over pages and its kernel.
+"""The places of packed tokens and the slots that each sees, for the operation over pages and its kernel.
 
 Symbols: T tokens, A answers, P pages of an answer, W slots of its tail, B runs of tokens.
 """
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Layout:
-    """Where the tokens of a step lie, and what each sees. All tensors are on the arena's device; int32 unless said.
+    """The places of a step's tokens, and the slots that each sees. All tensors are on the arena's device; int32 unless said.
 
     Attributes:
         tokens: (T, 3): for each token its answer, the number of slots that it sees from the first on, its position.

@@ -131,7 +131,7 @@ class Buffers:
 
 
 class Step(Protocol):
-    """What a captured step of any kind has."""
+    """A forward pass, or several, that can be captured."""
 
     ids: torch.Tensor
     logits: torch.Tensor | None
@@ -348,7 +348,7 @@ class GreedyDraft:
 
     @property
     def compared(self) -> torch.Tensor:
-        """Those of the first forward pass: the tokens of later ones may differ after rounding."""
+        """Logits of the first forward pass: later ones may have other tokens after rounding."""
         assert self.logits is not None
         return self.logits[: self._step.tokens]
 

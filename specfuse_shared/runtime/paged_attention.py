@@ -138,7 +138,7 @@ def plain(
 
 def seen(layout: Layout, sight: Sight, run: Run, tokens: int, slots: int) -> torch.Tensor:
     """Which slots (`tokens`, `slots`) of their answer the tokens of a run see. Further tokens see what the last does,
-    and nobody sees slots that are not in use."""
+    and none sees slots that are not in use."""
     rows = _padded(layout.tokens[run.first : run.first + run.tokens], tokens).long()
     tail = _padded(layout.tail[run.first : run.first + run.tokens], tokens)
     base, answer = layout.answers[run.answer, 0], run.answer
@@ -187,7 +187,7 @@ def _runs(layout: Layout) -> list[Run]:
 def parts_for(tokens: int, slots: int) -> int:
     """Number of workers that share the slots of a run of tokens: few tokens leave most of a card idle otherwise.
 
-    Measured on an H200 behind 512 slots: 16 for one token, 8 up to 8, 4 up to 64, then 1 (4 behind 4,096).
+    Measured on an H200 after 512 slots: 16 for one token, 8 up to 8, 4 up to 64, then 1 (4 after 4,096).
     """
     if tokens > 64:
         return 4 if slots > 4096 else 1

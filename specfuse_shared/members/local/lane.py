@@ -239,7 +239,7 @@ _DEFAULT_MOST_ANSWERS_OF_PAGES = 16
 _MOST_CONTEXT_OF_PAGES = 8192
 """Tokens of context that such devices count with at most; also for a model that states no context length."""
 _FEWEST_TOKENS_OF_PAGES = 2048
-"""Tokens of the smallest arena, where memory is short."""
+"""Tokens of the smallest arena, where memory is scarce."""
 _SHARE_OF_PAGES = 0.85
 """Share of the memory for answers that becomes pages; the rest is for logits."""
 
@@ -264,7 +264,7 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None, la
 
 
 def _open_arena(member: LocalMember, tokens: int, device: str) -> None:
-    """Make a member's pages for this number of tokens, or for fewer if memory is short, and capture its steps."""
+    """Make a member's pages for this number of tokens, or for fewer if memory runs out, and capture its steps."""
     runner = member.runner
     with runner.stream.entered():
         while True:

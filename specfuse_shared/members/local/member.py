@@ -334,7 +334,7 @@ class LocalMember(InProcessMember):
 
     @property
     def may_guess(self) -> bool:
-        """Whether it verifies many tokens in one forward, and never reads an answer again."""
+        """Whether it verifies many tokens in one forward pass, and never reads an answer again."""
         return self.runner.plan is not None and self.runner.longrope.limit is None
 
     def cache_use(self) -> CacheUse:

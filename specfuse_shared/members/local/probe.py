@@ -190,7 +190,7 @@ def _executed(
 
 
 def _packed(model: Any, way: Attempt, member: str, tried: Known) -> tuple[Attempt, str]:
-    """The path in paged execution, and what is wrong with it, if anything is."""
+    """The path in paged execution, and the reason why it is not exact, if it is not."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     paged = replace(way, error=float("inf"), graphs=Graphs(model.device, member, _no_graphs(model)))
     packed = _attempt(model, paged, problems, tried)
