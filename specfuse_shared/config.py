@@ -416,7 +416,7 @@ class EnsembleConfig(Settings):
     """When the queue is full, further callers "wait" or "raise" `EngineBusyError`."""
     cache_bytes: int | None = None
     """Bytes for caches and logits on each device; if unset, a share of the memory that is free after the weights are
-    loaded. On a GPU most of it is allocated at load: set it if a second engine or another program needs memory there."""
+    loaded. On a GPU most of it is allocated at load: set it if another engine or program needs memory there."""
     reuse_prefixes: bool = True
     """Keep caches of recent answers, in an eighth of the cache memory. A prompt with the same beginning reuses them."""
     execution: str = "auto"

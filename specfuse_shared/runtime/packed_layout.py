@@ -33,7 +33,8 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Layout:
-    """The places of a step's tokens, and the slots that each sees. All tensors are on the arena's device; int32 unless said.
+    """The places of a step's tokens, and the slots that each sees. All tensors are on the arena's device, and int32
+    unless another type is given.
 
     Attributes:
         tokens: (T, 3): for each token its answer, the number of slots that it sees from the first on, its position.
