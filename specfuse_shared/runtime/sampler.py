@@ -376,6 +376,69 @@ class BatchSampling:
         return tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """How to choose the next token from its logits.
+
+    `history`: the ids before it, if the sampler asks for them. `blocked` (N): ids that it must not choose. `allowed`:
+    the ids that a grammar allows, a bit each (see `masked`); None: all.
+    """
+
+    sampler: Sampler
+    history: Sequence[int]
+    blocked: torch.Tensor | None
+    allowed: bytes | None
+
+
+class PendingToken:
+    """A token that is chosen from `logits` (V), on its way from the device once `together` has run."""
+
+    def __init__(self, logits: torch.Tensor, choice: TokenChoice) -> None:
+        self._logits = logits
+        self._choice = choice
+        self._tokens: _Tokens | None = None
+        self._row = 0
+
+    @classmethod
+    def together(cls, pending: Sequence[PendingToken]) -> None:
+        """Let the device choose all at once: a mask and a few kernels for each rule, and one thing to wait for."""
+        if not pending:
+            return
+        choices = [each._choice for each in pending]
+        logits = torch.stack([each._logits for each in pending])
+        if any(choice.allowed is not None for choice in choices):
+            size = -(-logits.shape[-1] // 8)
+            rows = [b"\xff" * size if c.allowed is None else c.allowed[:size].ljust(size, b"\0") for c in choices]
+            keep = _bits(b"".join(rows), logits.device).view(len(rows), -1)[:, : logits.shape[-1]]
+            logits = logits.masked_fill(~keep, float("-inf"))
+        choose = BatchSampling([c.sampler for c in choices], [c.blocked for c in choices], [c.history for c in choices])
+        tokens = _Tokens(choose(logits, 0))
+        for row, each in enumerate(pending):
+            each._tokens, each._row = tokens, row
+
+    def read(self) -> int:
+        """The token; the first of a batch to be read waits for the device. Raises `NotFiniteError`."""
+        assert self._tokens is not None, "`together` comes first"
+        self._choice.sampler.drawn += 1
+        token = self._tokens.of(self._row)
+        if token == NOT_FINITE:
+            raise NotFiniteError
+        return token
+
+
+class _Tokens:
+    """Tokens (B) of many answers, which are read together."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._sent = Download(tokens)
+        self._read: list[int] | None = None
+
+    def of(self, row: int) -> int:
+        if self._read is None:
+            self._read = self._sent.read()
+        return self._read[row]
+
+
 def masked(logits: torch.Tensor, allowed: bytes) -> torch.Tensor:
     """Logits (V) with -inf for every token whose bit in `allowed` (the lowest first) is not set."""
     keep = _bits(allowed, logits.device)[: logits.shape[-1]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParams
+from specfuse_shared import EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.members.local import lane, probe
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.member import LocalMember
@@ -20,10 +20,11 @@ from specfuse_shared.runtime import attention, cuda_graphs, cuda_streams, model_
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner, share_memory
-from specfuse_shared.runtime.sampler import Sampler, upload
+from specfuse_shared.runtime.sampler import PendingToken, Sampler, upload
 from tests.support.against_naive import answer_of, local_members, open_session
 from tests.support.captured import drafted, opened, paged_runner
 from tests.support.graphs_without_gpu import Driver, driver
+from tests.support.many_requests import requests
 
 __all__ = ["driver"]
 CUDA = torch.device("cuda", 0)
@@ -293,6 +294,33 @@ def test_greedy_choices_read_from_the_device_once_a_forward_pass(
         assert [answer_of(result) for result in engine.generate_batch(questions, params)] == results == expected
     assert request > 150
     assert len(picks) < 0.15 * request, "only where the most probable token is forbidden, or a draft is reused"
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "paged"])
+def test_all_answers_choose_together_by_any_rule_and_grammar(
+    tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: none waits for its own token, and each has the token that it has on a processor."""
+    prompts = requests(10)
+    questions, params = [question for question, _ in prompts], [each for _, each in prompts]
+    words = Grammar.regex("([a-f]{2,5} ){3,8}")
+    questions += [f"Letters of {n}?" for n in range(4)]
+    params += [SamplingParams(max_tokens=24, grammar=words, temperature=n / 2, seed=n) for n in range(4)]
+    picks: list[int] = []
+    batches: list[int] = []
+    pick, together = Sampler.pick, PendingToken.together
+    monkeypatch.setattr(Sampler, "pick", lambda self, *args: picks.append(1) or pick(self, *args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(PendingToken, "together", lambda each: batches.append(len(each)) or together(each))  # type: ignore[func-returns-value]
+    with EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine:
+        expected = [answer_of(result) for result in engine.generate_batch(questions, params)]
+        assert picks
+        assert not any(batches)
+        picks.clear()
+        for member in local_members(engine):
+            member.runner.reports_argmax = True
+        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == expected
+    assert len(picks) < 0.1 * sum(batches), "greedy ones whose most probable token is forbidden"
+    assert max(batches) > 3
 
 
 def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:

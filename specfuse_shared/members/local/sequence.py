@@ -33,7 +33,7 @@ from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.packed_steps import DraftInput, DraftRun
 from specfuse_shared.runtime.pages import PagedRow
 from specfuse_shared.runtime.sampler import ArgmaxTokens as TopTokens
-from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
+from specfuse_shared.runtime.sampler import PendingLogprobs, PendingToken, Sampler, TokenChoice, TokenRow
 
 Place = tuple[TopTokens, int]
 """Where the argmax token after a node is: the argmax tokens of a forward pass, and the row there."""
@@ -122,8 +122,9 @@ class LogprobRequest:
 class ForwardRequest:
     """Tokens that a sequence wants to feed: the next `prompt` tokens of its prompt, branches, or a draft.
 
-    `guesses` are added if anything else has to be fed. The result is `ChosenTokens` for a draft, and `PendingLogprobs`
-    with `logprobs`. Otherwise it is the logits (V) after the last branch, or None after a piece of the prompt.
+    `guesses` are added if anything else has to be fed. The result is `ChosenTokens` for a draft, `PendingLogprobs` with
+    `logprobs`, and `PendingToken` with a `choice` of the token after the last branch. Otherwise it is the logits (V)
+    after that branch, or None after a piece of the prompt.
     """
 
     sequence: SequenceState
@@ -132,12 +133,13 @@ class ForwardRequest:
     draft: DraftRequest | None = None
     logprobs: LogprobRequest | None = None
     guesses: tuple[Branch, ...] = ()
+    choice: TokenChoice | None = None
 
     def __await__(self) -> Generator[ForwardRequest, ForwardResult, ForwardResult]:
         return (yield self)
 
 
-ForwardResult = torch.Tensor | PendingLogprobs | ChosenTokens | None
+ForwardResult = torch.Tensor | PendingLogprobs | PendingToken | ChosenTokens | None
 
 
 class SequenceState(ABC):
@@ -586,6 +588,7 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     columns = _run_drafts(drafts) if drafts else iter(())
     results = [next(columns) if request.draft is not None else _result(request) for request in requests]
     PendingLogprobs.together([result for result in results if isinstance(result, PendingLogprobs)])
+    PendingToken.together([result for result in results if isinstance(result, PendingToken)])
     return results
 
 
@@ -599,6 +602,8 @@ def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator
 def _result(request: ForwardRequest) -> ForwardResult:
     if request.logprobs is not None:
         return request.sequence.judgement(request.logprobs)
+    if request.choice is not None:
+        return PendingToken(request.sequence.logits(request.branches[-1]), request.choice)
     return request.sequence.logits(request.branches[-1]) if request.branches else None
 
 

@@ -27,7 +27,7 @@ from specfuse_shared.members.local.sequence import (
 from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, masked
+from specfuse_shared.runtime.sampler import PendingLogprobs, PendingToken, Sampler, TokenChoice, masked
 from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class LocalSession(Session[SequenceState]):
         """The forward request for a draft: with a guess if there is one, else for all tokens in one run if possible,
         else for the next token."""
         branch = draft.branch
-        plain = ForwardRequest(self.sequence, (branch,))
+        plain = ForwardRequest(self.sequence, (branch,), choice=self._choice(draft))
         if self._guesses is not None:
             if self.sequence.knows(branch) == len(branch.tokens):
                 return plain
@@ -350,12 +350,28 @@ class LocalSession(Session[SequenceState]):
             return ForwardRequest(self.sequence, draft=draft)
         return plain
 
+    def _choice(self, draft: DraftRequest) -> TokenChoice | None:
+        """How the device chooses the next token together with those of other answers; None: the host does.
+
+        A processor gains nothing, and the largest logit of a forward pass is sent with it.
+        """
+        if not getattr(self.sequence.runner, "reports_argmax", False):
+            return None
+        if self._constraint is None and self._sampler.is_plain:
+            return None
+        history = self._history(draft.branch) if self._sampler.needs_history else ()
+        allowed = None if self._constraint is None else self._constraint.allowed()
+        return TokenChoice(self._sampler, history, draft.blocked, allowed)
+
     def _chosen(self, draft: DraftRequest, result: ForwardResult) -> tuple[list[int], bool]:
         """Tokens from the result, and whether they end the turn."""
         if isinstance(result, ChosenTokens):
             return self.sequence.drafted(draft, result, self._member.stop_ids)
-        assert isinstance(result, torch.Tensor)
-        token = self._picked(draft, result)
+        if isinstance(result, PendingToken):
+            token = result.read()
+        else:
+            assert isinstance(result, torch.Tensor)
+            token = self._picked(draft, result)
         if self._guesses is not None:
             self._guesses.observe(self.sequence.answer, draft.branch.tokens, token)
         if token in self._member.stop_ids:
