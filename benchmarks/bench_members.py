@@ -203,7 +203,7 @@ def prompt(some: Sequence[LocalMember], size: int, start: str = "") -> list[Mess
 
 
 def forwards_of(members: Sequence[LocalMember]) -> Counter[str]:
-    """How many of all members were replayed, ran in a fixed shape, and ran as they came, so far."""
+    """Forward passes of all members so far: replayed, as packed steps without a graph, and dynamic."""
     return sum((Counter(member.report.forwards) for member in members), Counter())
 
 

@@ -152,7 +152,7 @@ class ModelRunner:
         self.longrope = LongRope(model)
         self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
         self.dynamic = 0
-        """Number of forward passes without a fixed shape."""
+        """Number of dynamic forward passes."""
         self.packed: PackedRunner | None = None
         self.captured_bytes = 0
         """Bytes that steps took when they were captured at load."""
