@@ -2,8 +2,8 @@
 
 This module translates between LangChain and the engine. It computes nothing itself. Parts, in this order:
 
-- Batches use as many threads as the engine answers concurrently. Ctrl-C cancels them.
-- Custom events report verified segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
+- Batches run as many calls at once as the engine answers. Ctrl-C cancels them.
+- Custom events report segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
 - A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
 - Structured output binds a schema to the model, and parses the values.
 """
@@ -97,7 +97,7 @@ Configs = RunnableConfig | Sequence[RunnableConfig] | None
 
 
 class EngineBatches(BaseChatModel):
-    """A chat model whose batches run up to the engine's `max_concurrent`, or `max_concurrency` if that is lower."""
+    """A chat model whose batches run `max_concurrent` calls at once, or `max_concurrency` if that is lower."""
 
     def batch(
         self,
@@ -206,7 +206,7 @@ class SegmentEvents(BaseChatModel):
     """A chat model that dispatches a custom event for every segment of its answers, if asked to."""
 
     segment_events: bool = False
-    """Dispatch a custom event "specfuse_segment" for every verified segment."""
+    """Dispatch a custom event "specfuse_segment" for every segment."""
 
     def generate(
         self,
@@ -506,8 +506,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         for chunk in model.stream("How does a vaccine work?", max_tokens=64):
             ...
 
-    Each streamed chunk is one verified segment. Its `additional_kwargs["specfuse_segments"]` has the member that wrote
-    it, each member's score and the position in the answer. The last chunk is empty and carries `usage_metadata` (tokens
+    In the chunk of a segment, `additional_kwargs["specfuse_segments"]` has the member that wrote it,
+    each member's score and the position in the answer. The last chunk is empty and carries `usage_metadata` (tokens
     of the reference member) and, in `response_metadata["specfuse"]`, the record of the answer. Every call takes the
     fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …), `timeout`, `stream`, `model`
     (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format` and `whole` (an answer that

@@ -13,7 +13,7 @@ class CandidateLogprobs:
     """One candidate of a round as one verifier sees it, in the verifier's own tokens.
 
     `logprobs`: natural log p of each token. `token_bytes`: UTF-8 bytes of each token (≥ 1). The tokens end where
-    `text` ends. They may begin before it, in the answer, where it changes how the end of the answer is encoded.
+    `text` ends. They begin before `text`, in the answer, if it changes the tokens at the answer's end.
     For a candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
     beginning that open a tool call; 0 for text.
     """

@@ -103,7 +103,7 @@ class MemberConfig(Settings):
     """Load weights that are not safetensors. Unpickling a file may run code that is in it."""
     drafts_under_grammar: bool = True
     """False: under a grammar or in a tool call the member only verifies, unless no other member drafts. For such
-    drafts, a member behind a server without the token endpoint needs one request per token."""
+    drafts, a vLLM server without `--enable-scale-out` needs one request per token."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster
     has GPUs), "memory" in bytes (default, without a GPU: the model's size), and custom names."""
@@ -209,7 +209,7 @@ class MemberConfig(Settings):
         return self.set_of(_OF_LLAMA_CPP)
 
     def _check_server(self) -> None:
-        """The settings of a server go together, and its key would not cross a network unencrypted."""
+        """The settings of a server go together, and its key must not cross a network unencrypted."""
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             misplaced = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
@@ -250,7 +250,7 @@ def as_member(member: MemberConfig | str | Path) -> MemberConfig:
 
 
 def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
-    """Number equal labels that the user did not choose: the same model may appear twice."""
+    """Add numbers to equal labels that the user did not choose: the same model may appear twice."""
     chosen = [m.name for m in members if m.name]
     twice = sorted({name for name in chosen if chosen.count(name) > 1})
     check(not twice, f"two members are named {twice[:1]}: give each its own name")
@@ -362,16 +362,16 @@ class EnsembleConfig(Settings):
     vote is this many times every other vote. The factor is four times as high if only some of the candidates have
     ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished drafts."""
     score: str | ScorePolicy = "stretch"
-    """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability of the length that all
-    candidates cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
+    """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability up to the
+    shortest candidate's length), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
     per: str | None = None
     """The unit of the score: "text" (the probability of the whole candidate), "root" (log p divided by √tokens),
     "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
     "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
     """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member without most of the
-    votes cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one
-    verifier finds impossible cannot win)."""
+    weight cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that
+    one verifier finds impossible cannot win)."""
     first_weights: str = "size"
     """Initial weight of a member's vote: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
     members do not outvote a far better one; "equal" if a size is unknown) or "equal" (`MemberConfig.weight`
@@ -400,10 +400,10 @@ class EnsembleConfig(Settings):
     share a lane (a device of this machine, or a share of its CPU cores) are late together. Members behind servers, on
     Ray or on other devices are late individually. None: wait for all members."""
     round_grace: float = 0.25
-    """With `round_seconds`: seconds after the first response in which no member counts as late."""
+    """With `round_seconds`: until this many seconds after the first response, no member counts as late."""
     late_rounds: int = 8
-    """With `round_seconds`: a member leaves the answer, like a failed one, after this number of late rounds in a row
-    and at least this number times `round_seconds`."""
+    """With `round_seconds`: a member leaves the answer, like a failed one, once it has missed this many rounds in a
+    row, over at least this many times `round_seconds`."""
     reference: str | None = None
     """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
     cache_dir: str | None = None
@@ -422,8 +422,8 @@ class EnsembleConfig(Settings):
     execution: str = "auto"
     """"paged" packs the tokens of all answers, prompts included, into forward passes over a paged cache, which is
     allocated at load. The shape of such a pass is its number of tokens, so that CUDA graphs replay it on a GPU.
-    "dynamic" goes token by token, and allocates caches as answers need them. "auto" is paged on a CUDA, ROCm or Apple
-    GPU, else dynamic. Members whose paged passes are not exact stay dynamic, with a warning."""
+    "dynamic" chooses token by token, and allocates caches as answers need them. "auto" is paged on a CUDA, ROCm or
+    Apple GPU, else dynamic. Members whose paged passes are not exact stay dynamic, with a warning."""
     speculation: str = "auto"
     """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
     passes and changes no answer. "off": every drafted token takes one forward pass."""
@@ -443,7 +443,7 @@ class EnsembleConfig(Settings):
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
         check(
             not any(m.server is None and m.model == DEMO for m in members) or Path(DEMO).exists(),
-            f"{DEMO!r} in a list of members is no model: members={DEMO!r} or demo_members() are the demo's two",
+            f"{DEMO!r} in a list of members is no model: use members={DEMO!r} or demo_members() instead",
         )
         object.__setattr__(self, "members", unique_names(members))
         for name in ("segment_tokens", "first_segment_tokens"):
@@ -461,7 +461,7 @@ class EnsembleConfig(Settings):
             0 <= self.feedback_rate <= 100,
             f"EnsembleConfig.feedback_rate must be between 0 and 100, not {self.feedback_rate!r}",
         )
-        if self.feedback_limit == math.inf:  # as files say it
+        if self.feedback_limit == math.inf:  # TOML has no null
             object.__setattr__(self, "feedback_limit", None)
         limit = self.feedback_limit
         check(limit is None or limit >= 1, f"EnsembleConfig.feedback_limit must be ≥ 1 or None, not {limit!r}")

@@ -29,8 +29,8 @@ Unit = Literal["token", "byte"]
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: verifier j's value for candidate i."""
 ROUNDING = 0.3
-"""Nats by which half precision may change a log-probability. A number further above 0 is no log-probability. Two ways
-to compute the same one differ by less."""
+"""Tolerance in nats: a log-probability further above 0 is invalid, and two computations of the same one differ by less
+(half precision)."""
 
 
 class ScorePolicy(Protocol):
@@ -48,11 +48,11 @@ class AggregatePolicy(Protocol):
     """Turns all verifiers' scores into one score per candidate."""
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (ties: see `Electorate._last`).
 
         `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
-        `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, are neither
-        candidates nor voters in this round. If no voter or no candidate would be left, there are no outsiders.
+        `outsiders(scores, weights, drafters)`: the verifiers, of three or more, whose scores and own drafts this round
+        ignores. If no voter or no candidate would be left, there are no outsiders.
         """
         ...
 
@@ -61,13 +61,13 @@ class FeedbackPolicy(Protocol):
     """Learns the verifiers' weights from a finished round."""
 
     def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
-        """`scores[j][i]`: verifier j on member i's candidate (n × n); rounds count from 1. Returns Σ = 1."""
+        """`scores[j][i]`: verifier j on member i's candidate (n × n); verified rounds count from 1. Returns Σ = 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExitDecision:
-    """The retention probability of each active member (empty if the policy computes none), and who leaves, by index."""
+    """The retention probability of each present member (empty if none is computed), and who leaves, by index."""
 
     retention: tuple[float, ...]
     leavers: tuple[int, ...]
@@ -89,16 +89,16 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
 PLAUSIBILITY_FACTOR = 1000.0
 """A candidate is plausible to a verifier if no other one is more than this many times as likely to it."""
 MAJORITY = 0.5
-"""A member with a larger share of the votes than this outvotes all others together."""
+"""A member with a larger share of the weight outvotes all others together."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondedMean:
-    """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
+    """The weighted mean, but among three or more members, none can carry its own candidate alone.
 
-    Its author's vote counts at most `PLAUSIBILITY_FACTOR` times the highest other vote. So a member that is sure of its
-    own nonsense cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are
-    neither candidates nor voters. A member with most of the votes is exempt: weak members do not know its facts.
+    The author's score counts at most `PLAUSIBILITY_FACTOR` times the highest other score. So a member that is sure of
+    its own nonsense cannot carry it, while scores of other members' candidates stay as they are. The scores and drafts
+    of `outsiders` are ignored. A member with over half of the weight is exempt: weak ones do not know its facts.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -113,8 +113,8 @@ class SecondedMean:
         )
 
     def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[int]:
-        """Verifiers that find only their own draft plausible, while no other verifier does; none if this holds for
-        all."""
+        """Verifiers that find only their own draft plausible, if no other verifier finds it so; none if this holds
+        for all."""
         trusted = [
             (j, i)
             for j, row in enumerate(scores)
@@ -150,7 +150,7 @@ def rewards(scores: Matrix, second: float | None = None) -> list[float]:
 
     A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With `second`, verifiers that find both candidates less
     than 1/`second` as likely as the one they like best have no opinion: they would compare noise. Where no third party
-    is left, the rival judges against its own candidate.
+    is left, k itself compares its candidate with i's.
     """
     n = len(scores)
     if n < 2:
@@ -223,7 +223,7 @@ class RetentionExit:
     """SpecFuse exit, reconstructed: p = softmax(Q/τ); a member with p_i < δ = threshold/n leaves.
 
     `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in [0, 1] and q = ΣQ/(n·t) the mean score of a round:
-    √t because Q grows with t, H so that close races stay soft and clear ones sharpen, q so that only ratios of
+    √t because Q grows with t, H so that p is flat for close totals and sharp for others, q so that only ratios of
     scores matter. Without q, small models (scores about 0.2) would hardly ever leave. `fixed`: τ = 1. n counts the
     members still active; the best `min_active` of them always stay.
     """
@@ -259,7 +259,7 @@ def entropy(totals: Sequence[float]) -> float:
 class MeanLogprob:
     """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, the total probability.
 
-    Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn); the whole favours
+    Means favour long fluent candidates over short certain ones ("Paris." and the end of the turn); "text" favours
     short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) lies between.
     """
 
@@ -293,20 +293,20 @@ class MeanProb:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Probability of the stretch that all candidates cover, so that the place of the cut does not matter.
+    """Probability of the first bytes, as many as the shortest candidate has, so that lengths do not matter.
 
     B: bytes of the shortest candidate. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
     If all candidates end the turn, they are complete, and B is the size of the longest: answers are scored in full.
 
     The end of the turn is a separate event. A candidate that ends within the stretch adds log p(end of turn). A
-    candidate that continues after the text of one that ends is compared up to there and adds log(1 − p(end of turn)):
-    "end here" against "continue", whatever the length of the continuation, and whether it ends too or not.
+    candidate that continues after the text of one that ends is compared up to there and, if a token of it begins there,
+    adds log(1 − p(end of turn)): "end here" against "continue", for a continuation of any length and end.
 
     With whole tokens, the scores of candidates that differ within the stretch are probabilities of events that exclude
     each other (Σ ≤ 1). So under a weighted mean, a draft whose whole text has half of the weighted probability wins
     against all that differs from it within the stretch, and against its own beginnings, if they are encoded as its own
-    first tokens. A continuation may represent it.
+    first tokens. Its continuation may win for it.
     """
 
     per: Unit = "token"
@@ -406,7 +406,7 @@ class Election:
 class Electorate:
     """How candidates are compared: the `weights` of the verifiers by name (Σ = 1), and the two policies.
 
-    `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote among them,
+    `whole_values`: all candidates are whole values of a grammar. Then the scores of a verifier are scaled to the sum 1,
     because the text it would have written without the grammar is no option. (Otherwise, on ARC, a strong member loses
     to weak ones.)
     """
@@ -420,10 +420,10 @@ class Electorate:
         """Compare candidates by the `logprobs` of every verifier.
 
         The candidate with the lowest vote leaves, and the rest are compared again without it, until one is left. So no
-        candidate loses because a third one was short. `scores` and `votes` are from the first comparison of all
-        candidates. A candidate that `repeats` gets no vote. It loses against every other candidate; with three or more
-        voters, only against plausible ones. The aggregate's `outsiders` are neither candidates nor voters, provided
-        that a voter and a candidate are left.
+        candidate loses because a third one was short. `scores` are those of the first comparison, of all candidates;
+        `votes` those of the first one without `outsiders`, whose scores and drafts are ignored if others are left. A
+        candidate that `repeats` has vote 0. It loses against every other one; with three or more voters, only against
+        plausible ones.
         """
         scores, votes = self._compare(candidates)
         inner = self._without(self._outsiders(scores, candidates), candidates)
@@ -471,11 +471,11 @@ class Electorate:
         return Election(election.scores, [votes.get(candidate, 0.0) for candidate in candidates], winner)
 
     def _last(self, candidates: Sequence[RoundCandidate], scores: Matrix, votes: Sequence[float]) -> RoundCandidate:
-        """Which of these candidates leaves: the one with the lowest vote, the last of equals.
+        """Which of these candidates leaves: the one with the lowest vote; of a tie, the last one.
 
-        Candidates that are equal to every verifier within the compared stretch are compared among themselves. If they
-        stay equal, the shortest yields to its continuation, provided that the voters prefer that continuation to
-        anything else at this point, because nothing else was compared with it.
+        Candidates with the same scores from every verifier are compared among themselves. If they stay equal, the
+        shortest leaves if the voters give the best continuation a mean probability of at least `MAJORITY` per token.
+        Otherwise the least probable continuation leaves.
         """
         lowest = max(range(len(candidates)), key=lambda n: (-votes[n], n))
         same = [candidates[n] for n in _same([*scores, votes], lowest)]

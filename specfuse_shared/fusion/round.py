@@ -34,14 +34,14 @@ from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberAbsence, RoundRecord, RoundTiming
 
 Ask = Callable[[Ops], Awaitable[dict[str, Value]]]
-"""Has members run stages. Returns the values, in the order of the request, of the members that answered.
+"""Requests stages from members. Returns the values of those that answered, in the order of the request.
 
 Failed members have left the answer by then, and late ones are absent from the round.
 """
 
 
 class AnswerPolicies:
-    """Constants of all rounds of an answer, its settings and policies; also the number of verified rounds."""
+    """Shared by all rounds of an answer: settings, policies, and state that one round leaves to the next."""
 
     def __init__(
         self,
@@ -371,7 +371,7 @@ class Round:
     def _closed(self, loop: ValueLoop, constraint: AnswerConstraint) -> tuple[str, FinishReason | None] | None:
         """The first occurrence of the repeated text, with the text that closes the list or string.
 
-        None if the grammar requires more. A tool call is closed as a whole: it should not be executed.
+        None if the grammar requires more. A looping tool call ends the answer, so that it is not executed.
         """
         text = loop.kept + loop.closer
         if not loop.closer:
@@ -420,7 +420,7 @@ class Round:
     # ── learn ────────────────────────────────────────────────────────────────────────────────────
 
     def _learn(self) -> dict[str, float]:
-        """Update the verifiers' weights, then let members go. Returns every member's retention."""
+        """Update the verifiers' weights, then drop members. Returns present members' retention."""
         policies, participants, present = self._policies, self._participants, self._present
         policies.verified_rounds += 1
         drafted = {name: next((c for c in self._candidates if name in c.drafters), None) for name in present}

@@ -1,9 +1,8 @@
 """One answer of a member, wherever its model runs: its stages, which turn ids into text and text into ids.
 
-A stage is a coroutine that awaits what the model shall compute. What that is, and who computes it, only a subclass
-knows.
+A stage is a coroutine that awaits the model's computation. Only a subclass knows what that is and what computes it.
 
-Tokens of a member that are no text: those that end its turn, and those that no member may write.
+Some tokens have no text: those that end a member's turn, and those that no member may write.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Stage: TypeAlias = Coroutine[Any, Any, T]
 
 
 class SequenceIds(Protocol):
-    """The ids of one answer: `prompt` is frozen, `answer` are the committed ids.
+    """The ids of one answer: `prompt`, and `answer`, the committed ids.
 
     `computed_tokens` went through the model after the prompt, in `forwards` forward passes.
     """
@@ -66,7 +65,7 @@ C = TypeVar("C", bound=SequenceIds)
 
 
 class Session(ABC, Generic[C]):
-    """One answer of a member. Invariant while fusing: the ids of `sequence` = prompt + canonical ids of the answer."""
+    """One answer of a member. `sequence` holds prompt + canonical ids, except in `think` and `draft_alone`."""
 
     def __init__(
         self, text: MemberText, stop_ids: Sequence[int], sequence: C, prompt: Sequence[int], params: SamplingParams
@@ -82,8 +81,8 @@ class Session(ABC, Generic[C]):
         self._text = ""
         self._thinking, grammar = False, params.grammar
         self._grammar = MemberConstraint(grammar, text.vocabulary, stop_ids) if grammar else None
-        # thinking: the reported part of the reasoning
-        # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
+        # _ids_held (alone): answer ids at the end whose text is not all returned
+        # _shown: characters already returned, of that text or of the reasoning
         self._ids_held = 0
         self._shown = 0
 
@@ -95,7 +94,7 @@ class Session(ABC, Generic[C]):
 
     @abstractmethod
     def _start(self, round_index: int) -> None:
-        """The draws that follow belong to this round."""
+        """Begin a round; its number seeds sampling."""
 
     @abstractmethod
     async def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> tuple[list[int], bool]:
@@ -106,18 +105,18 @@ class Session(ABC, Generic[C]):
 
     @abstractmethod
     async def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log p of each branch's tokens; where it has stop ids, also that any of them comes next."""
+        """Natural log p of each branch's tokens; if it has stop ids, also log p that one of them follows."""
 
     @abstractmethod
     async def _find_tops(self, branch: Branch, count: int) -> list[Top]:
-        """The most probable tokens in the place of each of a judged branch."""
+        """The most probable tokens at each position of a judged branch."""
 
     @abstractmethod
     async def _keep(self, branch: Branch) -> None:
         """The branch becomes the end of the committed answer."""
 
     def _expect(self, encoding: Encoding) -> None:
-        """The answer may become this one: another member says so."""
+        """Guess that this comes next: another member drafted it."""
 
     def _expect_own(self, branch: Branch) -> None:
         """The answer may continue with this branch, which this member drafted itself."""
@@ -182,7 +181,7 @@ class Session(ABC, Generic[C]):
         lead = list[int]()
         if self._constraint is not None:
             self._constraint.start()
-            lead = [] if self._text else self._codec.lead_ids  # no grammar has the blanks before an answer
+            lead = [] if self._text else self._codec.lead_ids  # no grammar has an answer's leading space
         limit += len(lead)
         ids, ended = await self._decode(lead, limit, min_tokens_left and min_tokens_left + len(lead))
         text = self._codec.text_after(self.sequence.answer, ids)
@@ -216,7 +215,7 @@ class Session(ABC, Generic[C]):
         return Verdicts(each, tuple([await self._tops(branch, top) for branch in branches]))
 
     async def _tops(self, branch: Branch, count: int) -> tuple[Top, ...]:
-        """The most probable tokens in the place of each of a judged branch, if there is a `count` of them."""
+        """The `count` most probable tokens at each position of a judged branch; none if `count` is 0."""
         return tuple(await self._find_tops(branch, count)) if count and branch.tokens else ()
 
     async def commit(self, text: str) -> None:
@@ -230,7 +229,7 @@ class Session(ABC, Generic[C]):
     async def draft_alone(
         self, limit: int, round_index: int, min_tokens_left: int = 0, top: int | None = None
     ) -> Drafted:
-        """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
+        """At most `limit` further tokens, committed as drafted; an incomplete character waits for the next call."""
         self._start(round_index)
         ids, ended = await self._decode([], limit, min_tokens_left, alone=True)
         read = self.sequence.answer[: len(self.sequence.answer) - self._ids_held]
@@ -304,7 +303,7 @@ def stop_ids_of(holders: Iterable[object], prompts: PromptEncoder, config: Membe
 
 
 def ids_without_text(tokenizer: object, vocabulary_size: int, stop_ids: Sequence[int]) -> tuple[int, ...]:
-    """Control tokens have no text, so no member may write them into the shared answer; nor what pads a vocabulary."""
+    """Special tokens and vocabulary padding: they have no text, so no member may write them into the answer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     padding = range(len(tokenizer), vocabulary_size)  # type: ignore[arg-type]
     special = {i for i, token in added.items() if token.special and i < vocabulary_size} | set(padding)

@@ -1,6 +1,6 @@
-"""Packed steps: the tokens of all answers in one row, over pages. A step's shape is its number of tokens.
+"""Packed steps: the new tokens of all answers in one sequence, over pages. A step's shape is its number of tokens.
 
-So CUDA graphs have one of a dozen sizes, and the usual ones are captured at load. Neither the length of a prompt nor
+So CUDA graphs have one of 14 sizes, and the usual ones are captured at load. Neither the length of a prompt nor
 the number of answers requires another one. Only steps of more than 64 tokens have separate graphs for contexts beyond
 4,096 slots.
 
@@ -11,7 +11,7 @@ the graph (`GreedyDraft`).
 
 The tail of an answer begins at the first slot that some of its new tokens do not see. A mask says what they see there.
 
-Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
+Symbols: T tokens of a step, B drafts, H query and J key heads of size D, N ids, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1280, 1536, 2048)
 MOST_ANSWERS = 512
 """Maximum answers of a step. More answers take several steps."""
 _LOGIT_COUNTS = (64, 256, 1024)
-"""A larger step computes at most one of these numbers of logits, if the model can skip the others, or all."""
+"""A larger step computes the first of these counts of logits that suffices, or all if the model cannot."""
 _WARMED = 256
 """Tokens of the largest step that is captured at load."""
 _TAIL = 512
@@ -77,7 +77,7 @@ class DraftInput:
 
 
 class DraftRun:
-    """Tokens of many drafts (`chosen`: B per step) and the logits after all but the last (B, V), on the device."""
+    """Tokens of B drafts (`chosen`: (B) for each step) and logits after all but the last (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
         self._logits_after = logits_after
@@ -108,11 +108,11 @@ class DraftRun:
 class Buffers:
     """The inputs of steps, on the device, at fixed addresses that captured steps read.
 
-    All steps share them: they are large enough for the largest one. `drafts` (3, T): of each greedy draft its next
+    All steps share them: they are large enough for the largest one. `drafts` (3, 32): each greedy draft's next
     token, the slot of that token, and the number of tokens that it still has to feed.
     """
 
-    @torch.inference_mode()  # always: layers would be compiled again for normal tensors
+    @torch.inference_mode()  # always: torch.compile would recompile for others
     def __init__(self, device: torch.device, pages: int, tail: int = _TAIL) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -314,7 +314,7 @@ class PackedStep(Cache):
         self._layout.pages[: len(rows), :width].copy_(upload(pages, device))
 
     def _logit_rows(self, last: Sequence[int]) -> torch.Tensor:
-        """The rows in which the logits of tokens `last` will be: their each, or the first ones if few are computed."""
+        """The rows of the logits of tokens `last`: their own, or the first ones if only these are computed."""
         if self.logit_tokens is None:
             return upload(last, self.inputs.device)
         padded = [*last, *[0] * (len(self.logit_tokens) - len(last))]
@@ -353,7 +353,7 @@ class GreedyDraft:
         return self.logits[: self._step.tokens]
 
     def begin(self, rows: Sequence[PagedRow], ids: torch.Tensor, counts: Sequence[int], is_eager: bool) -> None:
-        """Start drafts of `counts` tokens, of which the first ones (`ids`) are chosen."""
+        """Start drafts of `counts` tokens, whose first ones are given (`ids`)."""
         self._step.begin(rows, is_eager)
         drafts = np.zeros(self._drafts.shape, dtype=np.int64)
         drafts[1, : len(rows)] = [row.used for row in rows]
@@ -382,7 +382,7 @@ class GreedyDraft:
 
 
 def _prefixes(segment: ForwardInput) -> NDArray[np.int64]:
-    """How many slots each token of a segment sees from the first on without a gap."""
+    """For each token of a segment: how many slots it sees before its first gap."""
     visible = segment.visible
     if visible is None:
         return np.arange(segment.row.used + 1, segment.slots + 1)
@@ -395,7 +395,7 @@ def _base(segment: ForwardInput, prefixes: NDArray[np.int64]) -> int:
 
 
 def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
-    """The numbers of the segments of each step, within the limits of tokens and answers.
+    """The indices of the segments of each step, within the limits of tokens and answers.
 
     A segment that is larger than a step is alone in its group.
     """
@@ -466,7 +466,7 @@ class PackedRunner:
         self._logits: dict[int, torch.Tensor] = {}
         self._hidden: torch.Tensor | None = None
         self._capture_at = 1
-        """The use of a step at which it is captured; later after steps were dropped because memory was short."""
+        """Number of uses after which a step is captured; `drop` raises it, because memory ran out."""
         self._arena = arena
         self._run_length = tokens_of_a_worker(groups)
         self._can_skip_logits = can_skip_logits
@@ -590,7 +590,7 @@ class PackedRunner:
         return self.graphs.reason is not None
 
     def _run(self, step: Step) -> torch.Tensor:
-        """Logits (T, V) of the step, until the next one runs."""
+        """Logits (T, V), valid until the next step runs."""
         if step.replay is not None and not self._is_eager:
             self._replay(step, step.replay)
         else:
@@ -703,7 +703,7 @@ class PackedRunner:
 
 
 def _are_greedy(drafts: Sequence[DraftInput]) -> bool:
-    """Whether all drafts choose the largest logit, without the same ids."""
+    """Whether all drafts are greedy and block the same ids."""
     blocked = {id(draft.blocked) for draft in drafts}
     return len(blocked) == 1 and all(draft.sampler.is_plain for draft in drafts)
 

@@ -46,8 +46,8 @@ from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 
 FORKED = (
-    "this engine belongs to the process that this one was forked from: make a new one here, or let ChatSpecFuse, "
-    "SpecFuseLLM or lease_engine make one (they do so by themselves)"
+    "this engine belongs to the parent process: make a new one after the fork (ChatSpecFuse, SpecFuseLLM and "
+    "lease_engine do so by themselves)"
 )
 
 
@@ -89,7 +89,7 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot answer any more: it was closed, it failed, or a fork happened since it was made."""
+        """Whether it cannot answer any more: it was closed, it failed, or this process is a forked child."""
         return self._closed or not self.is_of_this_process or self.failure is not None
 
     @property
@@ -109,7 +109,7 @@ class EnsembleEngine:
 
     @property
     def context_limit(self) -> int | None:
-        """Context size of the smallest member, in tokens; before loading, from the configurations, or None."""
+        """The members' smallest context size, in tokens; before loading, from the configurations, or None."""
         if not self._members:
             return stated_context(self.config)
         return min((limit for m in self._members if (limit := m.context_limit)), default=None)
@@ -165,7 +165,7 @@ class EnsembleEngine:
             raise
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary, so that the first grammar does not wait for it. `load` does this, too.
+        """`load` under another name: it reads the vocabularies, so that the first grammar does not wait.
 
         Example:
             ```python
@@ -295,7 +295,7 @@ class EnsembleEngine:
     def stream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[Event]:
-        """Answer a conversation as typed events. Verified text arrives at once, in `SegmentEvent`.
+        """Answer a conversation as typed events. Decided text arrives at once, in `SegmentEvent`.
 
         Closing or dropping the iterator stops the answer within one forward pass and frees its caches.
 
@@ -308,7 +308,7 @@ class EnsembleEngine:
             An iterator of events, from `StartEvent` to `FinishEvent`.
 
         Raises:
-            RequestError: The request cannot be served; raised by this call, before any work.
+            RequestError: The request cannot be served; raised by this call, before any model runs.
             GenerationError: The answer failed; raised by the iterator, with the text so far.
 
         Example:

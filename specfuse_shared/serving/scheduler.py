@@ -173,7 +173,7 @@ class Request:
     round_deadline: Deadline | None = None
     """When the members in `asked` are late."""
     answered: dict[str, float] = field(default_factory=dict)
-    """When the other members of the same request answered."""
+    """When each other member of the same stage answered."""
     results: dict[str, StageResult] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Members that hold a cache for it."""
@@ -183,7 +183,7 @@ class Request:
     """Members that got a `Close` for it."""
     cancelled: bool = False
     over: bool = False
-    """It sends no more events. It is removed once no member holds a cache for it."""
+    """It has ended. It is removed once no member holds a cache for it."""
 
     def next_late(self) -> tuple[frozenset[str], float]:
         """The members that will be late next, and when."""
@@ -427,13 +427,13 @@ class Scheduler:
         return admitted
 
     def _next_deadline(self) -> float:
-        """Seconds to the first deadline of an answer or of a round; the longest wait of a lock if there is none."""
+        """Seconds to the first deadline of an answer or of a round; `threading.TIMEOUT_MAX` if there is none."""
         ends = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
         seconds = min(ends) - time.monotonic() if ends else threading.TIMEOUT_MAX
         return max(0.0, min(seconds, self._next_lateness()))
 
     def _next_lateness(self) -> float:
-        """Seconds until the next member is late; the longest wait of a lock if there is no deadline."""
+        """Seconds until the next member is late; at most `threading.TIMEOUT_MAX`."""
         first = min((request.next_late()[1] for request in self._running.values()), default=math.inf)
         return min(first - time.monotonic(), threading.TIMEOUT_MAX)
 
@@ -640,7 +640,7 @@ class PendingCall:
 
 
 class Submitter:
-    """Opens requests of the loaded `members`. Every method may be called from any thread or event loop."""
+    """Queues calls to the loaded `members`. Every method may be called from any thread or event loop."""
 
     def __init__(self, members: Sequence[Member], scheduler: Scheduler) -> None:
         self._members = tuple(members)
@@ -655,7 +655,7 @@ class Submitter:
     async def aopen(self, opening: PendingCall, deliver: Deliver) -> Request:
         """`open` without blocking the event loop.
 
-        If the call is cancelled, the thread that encodes it continues. Its request is cancelled once it has ended.
+        If the call is cancelled, its thread stops at the next check, or its queued request is cancelled.
         """
         await self._scheduler.places.atake(opening.seconds_left)
         submit = partial(copy_context().run, self._submit, opening, deliver)
