@@ -330,17 +330,17 @@ class GreedyDraft:
     Args:
         step: One forward pass.
         tokens: Tokens that each draft feeds and chooses.
-        hidden: (V): the ids that no draft may choose.
+        blocked_mask: (V): the ids that no draft may choose.
     """
 
-    def __init__(self, step: PackedStep, tokens: int, buffers: Buffers, hidden: torch.Tensor) -> None:
+    def __init__(self, step: PackedStep, tokens: int, buffers: Buffers, blocked_mask: torch.Tensor) -> None:
         self._step = step
         self.tokens = tokens
-        self._hidden = hidden
+        self._blocked_mask = blocked_mask
         self._drafts = buffers.drafts[:, : step.tokens]
         self._drafts_after = buffers.drafts_after[:, : step.tokens]
         self.ids = self._drafts[0]
-        self.chosen = torch.zeros(tokens, step.tokens, dtype=torch.long, device=hidden.device)
+        self.chosen = torch.zeros(tokens, step.tokens, dtype=torch.long, device=blocked_mask.device)
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.uses = self.replays = 0
@@ -374,7 +374,7 @@ class GreedyDraft:
             if self.logits is None:
                 self.logits = runner.output(self.tokens * len(logits), logits)
             self.logits.view(self.tokens, len(logits), -1)[number].copy_(logits)
-            best = logits.masked_fill(self._hidden, float("-inf")).max(-1)
+            best = logits.masked_fill(self._blocked_mask, float("-inf")).max(-1)
             chosen = best.indices.masked_fill(~best.values.isfinite(), NOT_FINITE)
             self.chosen[number].copy_(chosen)
             ids, slots, remaining = chosen.clamp(min=0), slots + (remaining > 0), remaining - 1
@@ -464,7 +464,7 @@ class PackedRunner:
         self._markers = plan.markers(device, dtype)
         self._steps: dict[tuple[int, ...], Step] = {}
         self._logits: dict[int, torch.Tensor] = {}
-        self._hidden: torch.Tensor | None = None
+        self._blocked_mask: torch.Tensor | None = None
         self._capture_at = 1
         """Number of uses after which a step is captured; `drop` raises it, because memory ran out."""
         self._arena = arena
@@ -527,7 +527,7 @@ class PackedRunner:
         for draft in drafts:
             draft.row.reserve(draft.row.used + draft.count)
         if _are_greedy(drafts) and len(drafts) <= _GREEDY_TOKENS[-1][0]:
-            self._hide(drafts[0].blocked, logits.shape[-1])
+            self._block(drafts[0].blocked, logits.shape[-1])
             return self._greedy(drafts, first, count)
         return self._sampled(drafts, choose, first, count)
 
@@ -557,14 +557,14 @@ class PackedRunner:
         rows, size = [draft.row for draft in drafts], len(drafts)
         chosen, logits_after = [first], list[torch.Tensor]()
         begun: GreedyDraft | None = None
-        assert self._hidden is not None
+        assert self._blocked_mask is not None
         while (remaining := count - len(chosen)) > 0:
             draft = self._greedy_step(rows, remaining)
             if begun is None:
                 draft.begin(rows, first, [d.count for d in drafts], self._is_eager)
             else:
                 begun.go_on()
-            logits = self._run(draft).view(draft.tokens, -1, len(self._hidden))
+            logits = self._run(draft).view(draft.tokens, -1, len(self._blocked_mask))
             logits_after += logits[:, :size].clone()
             chosen += draft.chosen[:, :size].clone()
             begun = draft
@@ -638,19 +638,19 @@ class PackedRunner:
         key = (size, tokens)
         step = self._steps.get(key)
         if not isinstance(step, GreedyDraft):
-            assert self._hidden is not None
-            step = self._steps[key] = GreedyDraft(one, tokens, self._buffers, self._hidden)
+            assert self._blocked_mask is not None
+            step = self._steps[key] = GreedyDraft(one, tokens, self._buffers, self._blocked_mask)
             step.capture_at = self._capture_at
         step.uses += 1
         return step
 
-    def _hide(self, blocked: torch.Tensor | None, vocabulary: int) -> None:
+    def _block(self, blocked: torch.Tensor | None, vocabulary: int) -> None:
         """Let greedy drafts choose none of the ids `blocked`."""
-        if self._hidden is None:
-            self._hidden = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
-        self._hidden.zero_()
+        if self._blocked_mask is None:
+            self._blocked_mask = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
+        self._blocked_mask.zero_()
         if blocked is not None:
-            self._hidden.index_fill_(0, blocked, True)
+            self._blocked_mask.index_fill_(0, blocked, True)
 
     def _widen(self, pages: int, tail: int) -> None:
         """Make larger buffers if answers outgrow them, and drop the steps that were captured over the old buffers."""
@@ -669,7 +669,7 @@ class PackedRunner:
                 step.begin([row], self._is_eager)
                 step.uses = step.capture_at
                 vocabulary = self._run(step).shape[-1]
-        self._hide(None, vocabulary)
+        self._block(None, vocabulary)
         for size in (size for size in SIZES if size <= min(MOST_ANSWERS, _GREEDY_TOKENS[-1][0])):
             for remaining in (_GREEDY_TOKENS[0][1], 1):
                 draft = self._greedy_step([row] * size, remaining)
