@@ -23,10 +23,10 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Download, Sampler
 from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
+from tests.support.captured import paged_runner
 from tests.support.cuda import needs_cuda
 from tests.support.many_requests import requests
 from tests.support.tiny import (
@@ -45,9 +45,14 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300,
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
     pair = save_pair(tmp_path_factory).values()
-    members = [MemberConfig(str(folder), dtype="float32", device="cuda") for folder in pair]
+    members = [MemberConfig(str(folder), dtype="float32", device="cuda", compile="off") for folder in pair]
     with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, first_segment_tokens=None)) as made:
         yield made.load()
+
+
+def of_tiny_models(*folders: Path, execution: str = "paged", compiled: str = "off") -> EnsembleConfig:
+    members = [MemberConfig(str(path), dtype="float32", device="cuda", compile=compiled) for path in folders]
+    return EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution)
 
 
 @needs_cuda(1, "tiny models of every architecture, in float32")
@@ -56,16 +61,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]
 def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: Path) -> None:
     partner = save_model("llama", metaspace_tokenizer(), tmp_path / "partner", seed=1)
     save_model(kind, byte_level_tokenizer(), tmp_path / kind)
-    members = [MemberConfig(str(path), dtype="float32", device="cuda") for path in (tmp_path / kind, partner)]
-    config = EnsembleConfig(
-        members=members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution
-    )
+    config = of_tiny_models(tmp_path / kind, partner, execution=execution)
     with EnsembleEngine(config) as engine:
         for params in (GREEDY, SAMPLED, replace(SAMPLED, repetition_penalty=1.2)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)
         report = engine.describe()[0]
         assert ("dynamic" in report.graphs) == (execution == "dynamic" or kind in ROW_BY_ROW)
+
+
+@needs_cuda(2, "tiny models in float32, whose layers are compiled")
+def test_compiled_models_equal_the_naive_round(tmp_path: Path) -> None:
+    folders = [save_model(kind, byte_level_tokenizer(), tmp_path / kind) for kind in ("qwen3", "gemma2")]
+    with EnsembleEngine(of_tiny_models(*folders, compiled="auto")) as engine:
+        assert [report.layers for report in engine.describe()] == ["compiled"] * 2
+        for params in (GREEDY, SAMPLED):
+            assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
 
 
 @needs_cuda(4, "both demo models in float32, whose steps can be captured")
@@ -112,9 +123,8 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
 @torch.inference_mode()
 def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params: SamplingParams) -> None:
     member = local_members(engine)[0]
-    model, plan = member.runner.model, member.runner.plan
-    eager = ModelRunner(model, plan, graphs=Graphs(model.device, "eager", reason="switched off"))
-    captured = ModelRunner(model, plan, graphs=Graphs(model.device, "captured"))
+    eager = paged_runner(member.runner.model, member.runner, "switched off")
+    captured = paged_runner(member.runner.model, member.runner)
     expected = drafted(eager, params)
     for _ in range(2):
         ids, logprobs = drafted(captured, params)
@@ -156,7 +166,7 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
         sequence.release()
         return len(reads)
 
-    for _ in range(4):  # steps are captured at their third use, which waits
+    for _ in range(4):  # steps are captured first, which waits
         fed(watched=False)
     before = len(reads)
     assert fed(watched=True) == before + 1
