@@ -46,7 +46,7 @@ from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 
 FORKED = (
-    "this engine belongs to the parent process: make a new one after the fork (ChatSpecFuse, SpecFuseLLM and "
+    "this engine belongs to the parent of this forked process: make a new one here (ChatSpecFuse, SpecFuseLLM and "
     "lease_engine do so by themselves)"
 )
 
