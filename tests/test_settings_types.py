@@ -27,7 +27,10 @@ from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig, SamplingP
         (lambda: EnsembleConfig(["a/b"], max_queue=1.5), r"max_queue must be a whole number, not 1\.5"),
         (lambda: EnsembleConfig("a/b"), r"members is 'a/b': give a list of models, \['a/b'\]"),
         (lambda: EnsembleConfig("demo"), r"members is 'demo': give demo_members\(\)$"),
-        (lambda: EnsembleConfig(["a/b", "demo"]), r"'demo' in a list of members is no model: use members='demo' or demo_m"),
+        (
+            lambda: EnsembleConfig(["a/b", "demo"]),
+            r"'demo' in a list of members is no model: use members='demo' or demo_m",
+        ),
     ],
 )
 def test_a_wrong_type_is_named(made: Callable[[], Any], reported: str) -> None:
