@@ -91,7 +91,7 @@ def run(kind, attention):
     one._row.keep(20, [20, 23])
     other._row.load(saved, 20)
     one.release()
-    held = [block for blocks in runner.pool._blocks.values() for block in blocks]
+    held = list(runner.pool._blocks.values())
     where = {str(k.device) for block in held for k, _ in block.layers.values()}
     print(kind, *sorted(where))
 
