@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specfuse_shared.runtime.attention import is_in_packed_step
-from specfuse_shared.runtime.fused_norms import as_original
+from specfuse_shared.runtime.fused_norms import subclass_of
 
 _CACHE_ENV = "TORCHINDUCTOR_CACHE_DIR"
 _MOST_VARIANTS = 64
@@ -61,5 +61,4 @@ def _compiled(kind: Any, backend: Any) -> Any:
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return (compiled if is_in_packed_step() else kind.forward)(layer, *args, **kwargs)
 
-    namespace = {"forward": forward, "uncompiled_class": kind, "__reduce_ex__": as_original(kind)}
-    return type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})
+    return subclass_of(kind, forward=forward, uncompiled_class=kind)

@@ -54,17 +54,17 @@ def _fused(kind: Any, has_offset: bool) -> type:
         """In float32, for 1 + weight has more digits than 16 bits hold."""
         return rms_norm(x.float(), module.weight.shape, module.fused_scale, module.fused_epsilon).to(x.dtype)
 
-    namespace = {"forward": scaled if has_offset else plain, "__reduce_ex__": as_original(kind)}
-    return type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})
+    return subclass_of(kind, forward=scaled if has_offset else plain)
 
 
-def as_original(kind: Any) -> Any:
-    """A `__reduce_ex__` that pickles and copies a module as one of class `kind`: subclasses made here have no name."""
+def subclass_of(kind: Any, **members: Any) -> type:
+    """A subclass of a module's class with these members. Its modules are pickled and copied as those of `kind`, because
+    the subclass cannot be imported."""
 
     def reduced(module: Any, protocol: Any) -> Any:
         return _unfilled, (kind,), module.__dict__
 
-    return reduced
+    return type(kind.__name__, (kind,), {**members, "__reduce_ex__": reduced, "__module__": kind.__module__})
 
 
 def _unfilled(kind: Any) -> Any:

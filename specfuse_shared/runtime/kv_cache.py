@@ -293,10 +293,6 @@ class CachePool:
                     raise
         raise AssertionError("never reached")
 
-    def reclaim(self) -> bool:
-        """Always False: a block without rows is freed at once."""
-        return False
-
     @property
     def memory_bytes(self) -> int:
         """Bytes of all buffers."""

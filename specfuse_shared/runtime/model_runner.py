@@ -150,7 +150,7 @@ class ModelRunner:
         self.prefixes = PrefixCache()
         self._forward = ModelForward(model)
         self.longrope = LongRope(model)
-        self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
+        self.reports_argmax = self.device.type != "cpu"
         self.dynamic = 0
         """Number of dynamic forward passes."""
         self.packed: PackedRunner | None = None
@@ -164,7 +164,7 @@ class ModelRunner:
     @property
     def is_paged(self) -> bool:
         """Whether answers are held in pages, which `open_arena` makes."""
-        return isinstance(self.pool, PageArena)
+        return self.packed is not None
 
     def open_arena(self, pages: int) -> None:
         """Hold answers in this number of pages, and run packed steps over them; no answer runs yet."""
@@ -298,7 +298,7 @@ class ModelRunner:
     def free_spare(self) -> bool:
         had = self.prefixes.memory_bytes > 0
         self.prefixes.shrink()
-        return self.pool.reclaim() or had
+        return had
 
     def drop_steps(self) -> bool:
         if self.packed is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ _ACTIVATIONS = 32
 _RESERVED_TOKENS = 1024
 """Tokens of a step for which memory is reserved: a piece of a prompt, or verifications of some answers at once."""
 _LATER = 4
+"""How many times as many uses a step waits for its capture after one failed, or after steps were dropped."""
 _FIRST_CHECK, _NEXT_CHECK = 64, 8
 """A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
 
@@ -130,27 +131,31 @@ class Buffers:
         self.drafts_after = torch.zeros_like(self.drafts)
 
 
-class Step(Protocol):
+class Step:
     """A forward pass, or several, that can be captured."""
 
     ids: torch.Tensor
-    logits: torch.Tensor | None
-    replay: Callable[[], None] | None
-    uses: int
-    replays: int
-    capture_at: int
+    logits: torch.Tensor | None = None
+    replay: Callable[[], None] | None = None
+    uses = 0
+    replays = 0
+    capture_at = 1
 
     @property
     def compared(self) -> torch.Tensor:
         """The logits that a replay must have in common with a run."""
-        ...
+        assert self.logits is not None
+        return self.logits
 
     def feed(self, runner: PackedRunner) -> None:
         """Run the step kernel by kernel, from its buffers to its logits."""
-        ...
+        raise NotImplementedError
 
 
-class PackedStep(Cache):
+S = TypeVar("S", bound=Step)
+
+
+class PackedStep(Step, Cache):
     """One forward pass over `size` packed tokens; acts as the model's cache. `logit_count`: logits that it computes."""
 
     is_packed = True
@@ -158,7 +163,7 @@ class PackedStep(Cache):
     def __init__(
         self, size: int, logit_count: int, parts: int, longest: int, buffers: Buffers, arena: PageArena, plan: MaskPlan
     ) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.tokens = size
         self._arena = arena
         self._plan = plan
@@ -176,15 +181,6 @@ class PackedStep(Cache):
             longest,
         )
         self._parts = parts
-        self.logits: torch.Tensor | None = None
-        self.replay: Callable[[], None] | None = None
-        self.uses = self.replays = 0
-        self.capture_at = 1
-
-    @property
-    def compared(self) -> torch.Tensor:
-        assert self.logits is not None
-        return self.logits
 
     def feed(self, runner: PackedRunner) -> None:
         logits = runner.call(self)
@@ -322,7 +318,7 @@ class PackedStep(Cache):
         return upload(list(range(len(last))), self.inputs.device)
 
 
-class GreedyDraft:
+class GreedyDraft(Step):
     """Several steps of greedy drafts as one captured step: forward pass, choice and the next step's inputs.
 
     Reads `Buffers.drafts` and writes `Buffers.drafts_after`, so that it may run any number of times.
@@ -341,16 +337,11 @@ class GreedyDraft:
         self._drafts_after = buffers.drafts_after[:, : step.tokens]
         self.ids = self._drafts[0]
         self.chosen = torch.zeros(tokens, step.tokens, dtype=torch.long, device=blocked_mask.device)
-        self.logits: torch.Tensor | None = None
-        self.replay: Callable[[], None] | None = None
-        self.uses = self.replays = 0
-        self.capture_at = 1
 
     @property
     def compared(self) -> torch.Tensor:
         """Logits of the first forward pass: later ones may have other tokens after rounding."""
-        assert self.logits is not None
-        return self.logits[: self._step.tokens]
+        return super().compared[: self._step.tokens]
 
     def begin(self, rows: Sequence[PagedRow], ids: torch.Tensor, counts: Sequence[int], is_eager: bool) -> None:
         """Start drafts of `counts` tokens, whose first ones are given (`ids`)."""
@@ -611,7 +602,7 @@ class PackedRunner:
     def _capture(self, step: Step) -> None:
         step.replay = self.graphs.capture(lambda: step.feed(self), step.compared, step.ids)
         if step.replay is None:  # memory may have been short: try again later
-            step.capture_at = 4 * step.uses
+            step.capture_at = _LATER * step.uses
 
     def _packed(self, rows: Sequence[PagedRow], tokens: int, logits_needed: int, width: int = 0) -> PackedStep:
         """The step for a number of tokens of these rows. `width`: slots of the longest tail."""
@@ -620,14 +611,10 @@ class PackedRunner:
         logit_count = counts[0] if counts else size
         parts = parts_for(size, max(row.capacity for row in rows))
         self._widen(max(len(row.pages) for row in rows), width)
-        key = (size, logit_count, parts)
-        step = self._steps.get(key)
-        if not isinstance(step, PackedStep):
-            step = PackedStep(size, logit_count, parts, self._run_length, self._buffers, self._arena, self._plan)
-            step.capture_at = self._capture_at
-            self._steps[key] = step
-        step.uses += 1
-        return step
+        return self._used(
+            (size, logit_count, parts),
+            lambda: PackedStep(size, logit_count, parts, self._run_length, self._buffers, self._arena, self._plan),
+        )
 
     def _greedy_step(self, rows: Sequence[PagedRow], remaining: int) -> GreedyDraft:
         """The step for greedy drafts of these rows that have at most `remaining` tokens to choose."""
@@ -635,14 +622,18 @@ class PackedRunner:
         size = one.tokens
         tokens = next(tokens for limit, tokens in _GREEDY_TOKENS if size <= limit)
         tokens = tokens if remaining >= tokens else 1
-        key = (size, tokens)
+        assert self._blocked_mask is not None
+        mask = self._blocked_mask
+        return self._used((size, tokens), lambda: GreedyDraft(one, tokens, self._buffers, mask))
+
+    def _used(self, key: tuple[int, ...], make: Callable[[], S]) -> S:
+        """The step with this key, made if there is none, used once more."""
         step = self._steps.get(key)
-        if not isinstance(step, GreedyDraft):
-            assert self._blocked_mask is not None
-            step = self._steps[key] = GreedyDraft(one, tokens, self._buffers, self._blocked_mask)
+        if step is None:
+            step = self._steps[key] = make()
             step.capture_at = self._capture_at
         step.uses += 1
-        return step
+        return cast("S", step)
 
     def _block(self, blocked: torch.Tensor | None, vocabulary: int) -> None:
         """Let greedy drafts choose none of the ids `blocked`."""

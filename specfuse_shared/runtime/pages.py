@@ -168,10 +168,6 @@ class PageArena:
         """A row for a new answer. It takes pages only when it writes, so that a shared prefix needs no new ones."""
         return PagedRow(self)
 
-    def reclaim(self) -> bool:
-        """Always False: the arena keeps its memory."""
-        return False
-
     @property
     def free_pages(self) -> int:
         return len(self._free)

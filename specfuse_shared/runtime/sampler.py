@@ -389,6 +389,12 @@ class TokenChoice:
     blocked: torch.Tensor | None
     allowed: bytes | None
 
+    def pick(self, logits: torch.Tensor) -> int:
+        """The next token from its logits (V); waits for the device. Raises `NotFiniteError`."""
+        if self.allowed is not None:
+            [logits] = masked(logits[None], [self.allowed])
+        return self.sampler.pick(logits, self.history, self.blocked)
+
 
 class PendingToken:
     """A token that is chosen from `logits` (V), on its way from the device once `together` has run."""
@@ -396,7 +402,7 @@ class PendingToken:
     def __init__(self, logits: torch.Tensor, choice: TokenChoice) -> None:
         self._logits = logits
         self._choice = choice
-        self._tokens: _Tokens | None = None
+        self._tokens: SentTokens | None = None
         self._row = 0
 
     @classmethod
@@ -407,12 +413,9 @@ class PendingToken:
         choices = [each._choice for each in pending]
         logits = torch.stack([each._logits for each in pending])
         if any(choice.allowed is not None for choice in choices):
-            size = -(-logits.shape[-1] // 8)
-            rows = [b"\xff" * size if c.allowed is None else c.allowed[:size].ljust(size, b"\0") for c in choices]
-            keep = _bits(b"".join(rows), logits.device).view(len(rows), -1)[:, : logits.shape[-1]]
-            logits = logits.masked_fill(~keep, float("-inf"))
+            logits = masked(logits, [choice.allowed for choice in choices])
         choose = BatchSampling([c.sampler for c in choices], [c.blocked for c in choices], [c.history for c in choices])
-        tokens = _Tokens(choose(logits, 0))
+        tokens = SentTokens(choose(logits, 0))
         for row, each in enumerate(pending):
             each._tokens, each._row = tokens, row
 
@@ -420,28 +423,14 @@ class PendingToken:
         """The token; the first of a batch to be read waits for the device. Raises `NotFiniteError`."""
         assert self._tokens is not None, "`together` comes first"
         self._choice.sampler.drawn += 1
-        token = self._tokens.of(self._row)
-        if token == NOT_FINITE:
-            raise NotFiniteError
-        return token
+        return self._tokens.token(self._row)
 
 
-class _Tokens:
-    """Tokens (B) of many answers, which are read together."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._sent = Download(tokens)
-        self._read: list[int] | None = None
-
-    def of(self, row: int) -> int:
-        if self._read is None:
-            self._read = self._sent.read()
-        return self._read[row]
-
-
-def masked(logits: torch.Tensor, allowed: bytes) -> torch.Tensor:
-    """Logits (V) with -inf for every token whose bit in `allowed` (the lowest first) is not set."""
-    keep = _bits(allowed, logits.device)[: logits.shape[-1]]
+def masked(logits: torch.Tensor, allowed: Sequence[bytes | None]) -> torch.Tensor:
+    """Logits (B, V) with -inf for every token whose bit in `allowed` (the lowest first) is not set; None allows all."""
+    size = -(-logits.shape[-1] // 8)
+    rows = [b"\xff" * size if bits is None else bits[:size].ljust(size, b"\0") for bits in allowed]
+    keep = _bits(b"".join(rows), logits.device).view(len(rows), -1)[:, : logits.shape[-1]]
     return logits.masked_fill(~keep, float("-inf"))
 
 
@@ -492,17 +481,11 @@ _ROWS_AT_ONCE = 256
 """Maximum number of logit rows that are copied into one tensor."""
 
 
-class ArgmaxTokens:
-    """The first of the largest of each row of `logits` (any number of (N, V)), on its way from the device."""
+class SentTokens:
+    """Tokens (N) of many places, on their way from the device; `NOT_FINITE` where logits are no numbers."""
 
-    def __init__(self, logits: Sequence[torch.Tensor]) -> None:
-        rows = [piece for tensor in logits for piece in torch.split(tensor, _ROWS_AT_ONCE)]
-        ends, blocks = 0, []
-        for piece in rows:
-            ends += len(piece)
-            blocks.append((ends - 1) // _ROWS_AT_ONCE)
-        pairs = groupby(zip(blocks, rows, strict=True), key=lambda pair: pair[0])
-        self._sent = Download(torch.cat([_argmax_of_rows([piece for _, piece in group]) for _, group in pairs]))
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._sent = Download(tokens)
         self._ids: list[int] | None = None
 
     def token(self, row: int) -> int:
@@ -512,6 +495,19 @@ class ArgmaxTokens:
         if self._ids[row] == NOT_FINITE:
             raise NotFiniteError
         return self._ids[row]
+
+
+class ArgmaxTokens(SentTokens):
+    """The first of the largest of each row of `logits` (any number of (N, V)), on its way from the device."""
+
+    def __init__(self, logits: Sequence[torch.Tensor]) -> None:
+        rows = [piece for tensor in logits for piece in torch.split(tensor, _ROWS_AT_ONCE)]
+        ends, blocks = 0, []
+        for piece in rows:
+            ends += len(piece)
+            blocks.append((ends - 1) // _ROWS_AT_ONCE)
+        pairs = groupby(zip(blocks, rows, strict=True), key=lambda pair: pair[0])
+        super().__init__(torch.cat([_argmax_of_rows([piece for _, piece in group]) for _, group in pairs]))
 
 
 def _argmax_of_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -63,7 +63,7 @@ def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, c
     for _ in range(count):
         if constraint.finished:
             break
-        token = int(masked(torch.rand(size, generator=generator), constraint.allowed()).argmax())
+        token = int(masked(torch.rand(1, size, generator=generator), [constraint.allowed()]).argmax())
         if token in member.stop_ids:
             break
         constraint.advance(token)

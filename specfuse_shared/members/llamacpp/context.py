@@ -275,6 +275,7 @@ class LlamaRunner:
     device = torch.device("cpu")
     """Where logits come."""
     reserve_bytes = 0
+    reports_argmax = False
 
     def __init__(self, context: LlamaContext, bytes_per_token: int) -> None:
         self.context = context

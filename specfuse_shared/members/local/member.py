@@ -75,6 +75,11 @@ class InProcessRunner(Reclaimable, Protocol):
     @property
     def reserve_bytes(self) -> int: ...
 
+    @property
+    def reports_argmax(self) -> bool:
+        """Whether a forward pass sends its most likely tokens along, because each read from the device is a wait."""
+        ...
+
 
 class InProcessMember(ABC):
     """A member of this process: its text side, and the allowed part of its vocabulary.
@@ -284,8 +289,6 @@ class LocalMember(InProcessMember):
         choose_kernels(torch.device(model.device))
         way = probe(model, self.name, execution, _compiled_code(files, model.device))
         self._runner = way.runner(model)
-        if not self.runner.is_paged:  # its lane makes its pages, and captures steps over them
-            self.runner.warm_up()
         holders = (getattr(model, "generation_config", None), model.config)
         self._know_vocabulary(holders, model.get_input_embeddings().num_embeddings)
         self.context_limit = _context_limit(model, config)

@@ -174,12 +174,12 @@ def _executed(
         return replace(way, dynamic=reason)
     uncompiled = ""
     if compiled_code is not None:
-        layers = compile_layers(model, compiled_code)
-        packed, uncompiled = _packed(model, way, member, tried)
-        if layers and not uncompiled:
-            return replace(packed, layers="compiled")
-        leave_uncompiled(model)
-        uncompiled = uncompiled or "their class is not known"
+        uncompiled = "their class is not known, or something else has changed them"
+        if compile_layers(model, compiled_code):
+            packed, uncompiled = _packed(model, way, member, tried)
+            if not uncompiled:
+                return replace(packed, layers="compiled")
+            leave_uncompiled(model)
         logger.warning("member %s runs without compiled layers: %s", member, uncompiled)
         uncompiled = f"not compiled: {uncompiled}"
     packed, reason = _packed(model, way, member, tried)

@@ -27,7 +27,7 @@ from specfuse_shared.members.local.sequence import (
 from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.sampler import PendingLogprobs, PendingToken, Sampler, TokenChoice, masked
+from specfuse_shared.runtime.sampler import PendingLogprobs, PendingToken, Sampler, TokenChoice
 from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class LocalSession(Session[SequenceState]):
         """The forward request for a draft: with a guess if there is one, else for all tokens in one run if possible,
         else for the next token."""
         branch = draft.branch
-        plain = ForwardRequest(self.sequence, (branch,), choice=self._choice(draft))
+        plain = ForwardRequest(self.sequence, (branch,), choice=self._choice(draft) if self._chooses_together else None)
         if self._guesses is not None:
             if self.sequence.knows(branch) == len(branch.tokens):
                 return plain
@@ -350,15 +350,16 @@ class LocalSession(Session[SequenceState]):
             return ForwardRequest(self.sequence, draft=draft)
         return plain
 
-    def _choice(self, draft: DraftRequest) -> TokenChoice | None:
-        """How the device chooses the next token together with those of other answers; None: the host does.
+    @property
+    def _chooses_together(self) -> bool:
+        """Whether the device chooses the next token together with those of other answers.
 
         A processor gains nothing, and the largest logit of a forward pass is sent with it.
         """
-        if not getattr(self.sequence.runner, "reports_argmax", False):
-            return None
-        if self._constraint is None and self._sampler.is_plain:
-            return None
+        is_plain = self._constraint is None and self._sampler.is_plain
+        return self._member.runner.reports_argmax and not is_plain
+
+    def _choice(self, draft: DraftRequest) -> TokenChoice:
         history = self._history(draft.branch) if self._sampler.needs_history else ()
         allowed = None if self._constraint is None else self._constraint.allowed()
         return TokenChoice(self._sampler, history, draft.blocked, allowed)
@@ -382,14 +383,11 @@ class LocalSession(Session[SequenceState]):
 
     def _picked(self, draft: DraftRequest, logits: torch.Tensor) -> int:
         """The token after the branch: the argmax of its forward pass if that is enough, else from its logits (V)."""
-        if self._constraint is not None:
-            logits = masked(logits, self._constraint.allowed())
-        elif self._sampler.is_plain:
+        if self._constraint is None and self._sampler.is_plain:
             most_likely = self.sequence.most_likely(draft.branch)
             if most_likely is not None and not self._member.is_blocked(most_likely, draft.blocked):
                 return most_likely
-        history = self._history(draft.branch) if self._sampler.needs_history else ()
-        return self._sampler.pick(logits, history, draft.blocked)
+        return self._choice(draft).pick(logits)
 
     def _history(self, branch: Branch) -> tuple[int, ...]:
         return (*self.sequence.prompt, *self.sequence.answer, *branch.tokens)
