@@ -284,6 +284,11 @@ class MemberInfo:
     cache_tokens: int | None = None
     cache_branches: int | None = None
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether `cache_tokens` are held in pages of `smallest_row` tokens."""
+        return self.cache_tokens is not None and self.smallest_row > 1
+
 
 class TextSide(Protocol):
     """A member's template and tokenizer: `specfuse_shared.text.chat_template.MemberText`."""

@@ -67,7 +67,7 @@ class Budget:
         self._members = tuple(members)
         self._sharing = Counter(device for m in members for device in m.devices)
         pages = Counter[str]()  # taken at load, while answers still need memory for logits
-        for member in self._members:
+        for member in (m for m in self._members if m.has_pages):
             for device, share in member.devices.items():
                 pages[device] += int(share * (member.cache_tokens or 0) * member.bytes_per_token)
         total = config.cache_bytes
@@ -99,7 +99,7 @@ class Budget:
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             if member.cache_tokens is not None:
-                if member.smallest_row > 1:  # a page
+                if member.has_pages:
                     slots = max(slots, prompts[member.name] + TREE_CAPACITY)
                     slots = -(-slots // member.smallest_row) * member.smallest_row
                     if slots > member.cache_tokens:

@@ -95,6 +95,16 @@ def test_pages_are_taken_from_the_bytes_for_caches() -> None:
         admission.needs(asked(100, 100))
 
 
+def test_the_cache_of_llama_cpp_is_not_taken_from_the_bytes_for_caches() -> None:
+    """It has a limit of its own, and no pages."""
+    report: Any = None
+    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 1, 1000, report, cache_tokens=16_384)
+    config = EnsembleConfig(["m"], cache_bytes=1_000_000, reuse_prefixes=False)
+    admission = Budget(config, [info], {"cpu": 1 << 40})
+    assert admission.limits == {"cpu": 1_000_000}
+    admission.needs(asked(100, 100))
+
+
 def test_an_answer_beyond_the_pages_is_refused_before_it_starts() -> None:
     report: Any = None
     info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 16, 100, report, cache_tokens=2048)
