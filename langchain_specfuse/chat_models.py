@@ -2,7 +2,7 @@
 
 This module translates between LangChain and the engine. It computes nothing itself. Parts, in this order:
 
-- Batches run as many calls at once as the engine answers. Ctrl-C cancels them.
+- Batches run up to `max_concurrent` calls at once. Ctrl-C cancels them.
 - Custom events report segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
 - A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
 - Structured output binds a schema to the model, and parses the values.
@@ -260,7 +260,7 @@ class SegmentEvents(BaseChatModel):
         return super().astream_events(input, config, version=version, **kwargs)
 
     def _chunk_callbacks(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
-        """The callbacks that get the chunks of `invoke`. If streaming is disabled, only those of `segment_events` do.
+        """The callbacks that get the chunks of `invoke`. If streaming is disabled, only `segment_events` gets them.
 
         Other callbacks, such as LangGraph's, would show the chunks as a stream.
         """
@@ -328,8 +328,8 @@ class InferredProfile(dict[str, Any]):
 class DescribedModel(EnsembleSettings, BaseChatModel):
     """The part of the chat model that describes itself, to traces, profiles and `dumps`.
 
-    `model_name` and `model` always return a name, as users of other chat models expect: that of the ensemble, or of the
-    server's model if the user chose none.
+    `model_name` and `model` always return a name, as users of other chat models expect: the chosen one,
+    else the name of the ensemble or of the server's model.
     """
 
     def __getattribute__(self, name: str) -> Any:

@@ -215,7 +215,7 @@ def agreement_of(rounds: Sequence[RoundRecord], size: int | None = None) -> Agre
 
 
 def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
-    """Stretches of a round's segment with known opinions, whatever their share."""
+    """Stretches of a round's segment on which at least two members have an opinion, with the share that agrees."""
     segment = record.text[: max(0, size - record.start)]
     opinions = list(_opinions(record, segment))
     ends = sorted({0, len(segment), *(min(o.agrees, len(segment)) for o in opinions), *(o.reach for o in opinions)})
@@ -278,7 +278,7 @@ class _Votes:
         self.known = {**votes, **self.known}
         self.others = {**{each.member: each for each in words}, **self.others}
 
-    def told(self) -> tuple[MemberWords, ...]:
+    def words(self) -> tuple[MemberWords, ...]:
         """The members' alternatives, by weight."""
         return tuple(sorted(self.others.values(), key=lambda each: -each.weight))
 
@@ -306,7 +306,10 @@ def differences_among(rounds: Sequence[RoundRecord], text: str) -> tuple[MemberD
                 ranks[place] = min(rank, ranks.get(place, rank))
                 by_span.setdefault(place, (record.index, _Votes()))[1].add(weights, member_words)
     results = [
-        (ranks[place], MemberDifference(*place, text[slice(*place)], _KINDS[ranks[place]], share, index, votes.told()))
+        (
+            ranks[place],
+            MemberDifference(*place, text[slice(*place)], _KINDS[ranks[place]], share, index, votes.words()),
+        )
         for place, (index, votes) in by_span.items()
         if (share := votes.share) is not None
     ]
@@ -532,11 +535,11 @@ def fields_among(rounds: Sequence[RoundRecord], text: str) -> tuple[FieldAgreeme
                     weights = {each.member: each.weight for each in drafts}
                     added.setdefault(at, (place, _Votes()))[1].add(weights, [_field_words(draft, theirs, words)])
     results = [
-        FieldAgreement(*at, each.start, each.end, text[each.start : each.end], votes[at].share, votes[at].told())
+        FieldAgreement(*at, each.start, each.end, text[each.start : each.end], votes[at].share, votes[at].words())
         for at, each in our_fields.items()
     ]
     results += [
-        FieldAgreement(*at, place, place, "", votes_on.share, votes_on.told())
+        FieldAgreement(*at, place, place, "", votes_on.share, votes_on.words())
         for at, (place, votes_on) in added.items()
     ]
     return tuple(sorted(results, key=lambda field: field.start))

@@ -34,7 +34,7 @@ class CandidateLogprobs:
 class RoundCandidate:
     """A distinct candidate of a round: its text, whether the turn ends after it, and the members that drafted it.
 
-    Verification adds `logprobs`, the election `scores` and `score`. Stop strings do not affect it. They cut the final
+    Verification adds `logprobs`, the election `scores` and `vote`. Stop strings do not affect it. They cut the final
     answer.
     """
 
@@ -45,7 +45,7 @@ class RoundCandidate:
     """Tokens that the first drafter sampled."""
     overrun: str = ""
     """Text that the first drafter wrote after the candidate, and that was cut off."""
-    over: FinishReason | None = None
+    grammar_end: FinishReason | None = None
     """Why the answer ends after this text, if its grammar says so."""
     repeats: bool = False
     """Whether it repeats earlier text, so that the repetition guard gives it no vote."""
@@ -53,8 +53,8 @@ class RoundCandidate:
     """The candidate as each verifier sees it."""
     scores: dict[str, float] = field(default_factory=dict)
     """Each verifier's score."""
-    score: float | None = None
-    """The vote."""
+    vote: float | None = None
+    """The weighted vote of all verifiers."""
 
     @property
     def size(self) -> int:
@@ -68,8 +68,8 @@ class RoundCandidate:
     @property
     def reason(self) -> FinishReason | None:
         """Why the answer ends with this candidate, if it does."""
-        return self.over or (FinishReason.STOP if self.ends else None)
+        return self.grammar_end or (FinishReason.STOP if self.ends else None)
 
     def record(self) -> Candidate:
         drafters, scores = tuple(self.drafters), dict(self.scores)
-        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
+        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.vote, self.repeats)

@@ -339,7 +339,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Presets by name: the measured default, a faster one (docs/experiments.md), and those of the two papers."""
+"""Presets by name: the measured default, a faster one (docs/experiments.md), and the settings of the two papers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ class EngineClosedError(SpecFuseError):
 
 
 def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, Any]) -> SpecFuseError:
-    """An unpickled error in its original state, whatever arguments its constructor takes."""
+    """The error that was pickled. Its constructor, which may need other arguments, is not called."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)

@@ -88,10 +88,10 @@ class ThinkingEvent:
 class SegmentEvent:
     """Verified text, as soon as it can be shown.
 
-    `text` may lag a few characters behind `record.text`: those that could become a stop string or are
-    incomplete. `start` and `end` are its character offsets in the final answer. `record` is None for text
-    that was held back and is released at the end. `logprobs`: with `SamplingParams.logprobs`, those of the
-    tokens that end in this text. Once the reference member has left, the last text has all that are missing.
+    `text` may lack the last characters of `record.text`, which could become a stop string or are an incomplete
+    character; a later event has them. `start` and `end` are its character offsets in the final answer. `record` is None
+    for text that was held back and is released at the end. `logprobs`: with `SamplingParams.logprobs`, log p of the
+    tokens that end in this text. Once the reference member has left, the last event has all that are missing.
     """
 
     text: str

@@ -33,7 +33,10 @@ class Container(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What may come next, in which container of the value with this `number`. `container` None: outside of values."""
+    """A position between two tokens: the `expected` kind of token, in which container of the value with this `number`.
+
+    `container` is None outside of values.
+    """
 
     number: int
     container: Container | None

@@ -145,12 +145,12 @@ def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[
     return list(weights)
 
 
-def rewards(scores: Matrix, second: float | None = None) -> list[float]:
-    """r_i: share of pairwise comparisons that member i's candidate wins in the eyes of third parties; ties count ½.
+def rewards(scores: Matrix, plausibility_factor: float | None = None) -> list[float]:
+    """r_i: the share of pairwise comparisons that member i's candidate wins, judged by third members. A tie counts ½.
 
-    A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With `second`, verifiers that find both candidates less
-    than 1/`second` as likely as the one they like best have no opinion: they would compare noise. Where no third party
-    is left, k itself compares its candidate with i's.
+    In a comparison (i, k, j), verifier j compares i's candidate with k's; j is neither i nor k. If all such verifiers
+    are left out, k itself is the verifier. With `plausibility_factor`, a verifier is left out if its favourite
+    candidate is more than that many times as likely as both: it would compare noise.
     """
     n = len(scores)
     if n < 2:
@@ -158,8 +158,8 @@ def rewards(scores: Matrix, second: float | None = None) -> list[float]:
 
     def judges(i: int, k: int) -> list[int]:
         third = [j for j in range(n) if j not in (i, k)]
-        if second is not None:
-            third = [j for j in third if second * max(scores[j][i], scores[j][k]) >= max(scores[j])]
+        if plausibility_factor is not None:
+            third = [j for j in third if plausibility_factor * max(scores[j][i], scores[j][k]) >= max(scores[j])]
         return third or [k]
 
     def share(i: int) -> float:
@@ -333,7 +333,7 @@ class Stretch:
         return logprob
 
 
-def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
+def call_or_text_scores(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
     """Scores that separate tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of one kind.
 
     Like the end of the turn, a call is a separate event. By their stretches a call would win too often: the grammar
@@ -420,8 +420,8 @@ class Electorate:
         """Compare candidates by the `logprobs` of every verifier.
 
         The candidate with the lowest vote leaves, and the rest are compared again without it, until one is left. So no
-        candidate loses because a third one was short. `scores` are those of the first comparison, of all candidates;
-        `votes` those of the first one without `outsiders`, whose scores and drafts are ignored if others are left. A
+        candidate loses because a third one was short. `scores` come from the first comparison, of all candidates;
+        `votes` from the first one without `outsiders`, whose scores and drafts are ignored if others are left. A
         candidate that `repeats` has vote 0. It loses against every other one; with three or more voters, only against
         plausible ones.
         """
@@ -511,7 +511,7 @@ class Electorate:
         """
         is_scored = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
         scored = [candidate for candidate, is_seen in zip(row, is_scored, strict=True) if is_seen]
-        scores = iter((whether_to_call(scored) or self.score(scored)) if scored else ())
+        scores = iter((call_or_text_scores(scored) or self.score(scored)) if scored else ())
         return [next(scores) if is_seen else 0.0 for is_seen in is_scored]
 
 

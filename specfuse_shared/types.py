@@ -297,8 +297,8 @@ class MemberReport:
     (all candidates in one forward pass), "rows" (one forward pass per candidate), or, at a server, "tokens" (one
     request per candidate that is not its own, using its prefix cache), "prefixes" (one request with every prefix of
     the candidates) or "prompt" (the context is read again each round). `advice`: how to make verification cheaper.
-    `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward, or between a server's
-    two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
+    `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward pass, or between a
+    server's two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
     "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
     `context`: token limit, None if the model states none. `backend`: what runs it; `why`: the reason for
     that backend. `layers`: "compiled", or "not compiled: " and the reason; empty if that was not tried. `forwards`:

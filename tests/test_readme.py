@@ -15,6 +15,7 @@ import pytest
 from llama_index.core import Settings
 
 import specfuse_shared
+from docs.readme_links import with_absolute_links
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import ConfigError, EnsembleConfig, close_idle_engines, demo_members, lease_engine
@@ -155,3 +156,16 @@ def test_links_of_a_page_exist(page: str) -> None:
 def test_every_page_of_the_documentation_is_in_its_navigation() -> None:
     named = re.findall(r": ([\w/-]+\.md)$", text_of("mkdocs.yml"), re.M)
     assert sorted(f"docs/{name}" for name in named) == DOCUMENTS
+
+
+def test_a_release_makes_the_links_of_the_readme_absolute() -> None:
+    released = with_absolute_links(text_of(README), "owner/name", "v1")
+    relative = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(README))
+    targets = re.findall(
+        r"\]\(https://(?:github|raw\.githubusercontent)\.com/owner/name/(?:blob/)?v1/([^)#]+)", released
+    )
+    assert targets == relative
+    assert re.findall(r"\]\((?!https?:)[^)]+\)", released) == []
+    assert "![" in released
+    assert all(link.startswith("https://raw.") for link in re.findall(r"!\[[^\]]*\]\(([^)]+)", released))
+    assert "](https://github.com/owner/name/blob/v1/docs/index.md#limits)" in released

@@ -79,7 +79,7 @@ def public(event: Event) -> Event:
 
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
-    """Headers that tell a client when to retry, or not to retry after a timeout."""
+    """Headers for a client: when to retry, that it need not retry after a timeout, or that it must send a key."""
     if isinstance(error, EngineBusyError) or (isinstance(error, HttpError) and error.code == "too_many_requests"):
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:

@@ -149,7 +149,7 @@ class Models:
 
 
 def _wait_seconds(engine: EnsembleEngine) -> float:
-    """Estimated seconds until a new answer would begin, behind batches of `max_concurrent` waiting answers."""
+    """Estimated seconds until a new answer would begin. Waiting answers run first, `max_concurrent` at a time."""
     metrics = engine.metrics()
     answering = max(0.0, metrics.answer_seconds.mean - metrics.queue_seconds.mean) or _UNKNOWN_ANSWER_SECONDS
     return answering * (1 + metrics.waiting / engine.config.max_concurrent)

@@ -348,7 +348,7 @@ def _table(comparison: Comparison) -> Table:
         table.add_row(Text(terminal.visible(title)), *points)
     habits, costs = [comparison.habits[n] for n in names], [comparison.costs[n] for n in names]
     table.add_row("words", *(f"{each.words:.0f}" for each in habits))
-    table.add_row("repetitive", *(f"{each.circles:.0f} %" for each in habits))
+    table.add_row("repetitive", *(f"{each.looping:.0f} %" for each in habits))
     table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     if comparison.equal is not None:
@@ -358,8 +358,8 @@ def _table(comparison: Comparison) -> Table:
 
 
 SUGGESTED_LIMITS = (
-    "No ensemble was asked. The prediction assumes that an ensemble gains a third of what the best answer to each "
-    "question has above the mean of the members; the intervals do not include the error of this rule.",
+    "No ensemble was asked. The prediction adds to the members' mean a third of the distance to the best answer of "
+    "each question; the intervals do not include the error of this rule.",
     "The first of many sets was chosen on these questions, which favours it.",
 )
 

@@ -4,7 +4,7 @@
 - error messages with option names
 - output files, which are checked before any model is loaded
 - the loaded engine, and the consoles
-- common options; their defaults are those of the settings
+- common options, with the defaults of the settings
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ _RETRIED_ERRORS = (
     httpx.WriteError,
     httpx.RemoteProtocolError,
 )
-"""Exceptions that are retried. A read timeout is not: the answer would take as long again."""
+"""Exceptions that are retried. A read timeout is not retried, because the answer would take the same time again."""
 _RETRIED_STATUSES = (408, 429)
 _backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
 

@@ -67,7 +67,7 @@ class EqualCompute:
     `members`: group of questions → its best member, which was sampled. `paid`: group → samples for the ensemble's
     compute; infinite if a sample needs no tokens after the prompt. `samples`: "compute" and "seconds" → group →
     number of samples: rounded up, at most `most`; 1 is the member's greedy answer. `columns`: "compute", "seconds"
-    and "ceiling" → the name of the system in the comparison. `untold`: the same → the reason for a missing one.
+    and "ceiling" → the name of the system in the comparison. `missing`: the same → the reason for a missing one.
     """
 
     temperature: float
@@ -76,7 +76,7 @@ class EqualCompute:
     paid: Mapping[str, float] = field(default_factory=dict)
     samples: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
-    untold: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self, columns: Mapping[str, Column]) -> dict[str, Any]:
         """Plain JSON, with the ensemble's differences to the results of the samples."""
@@ -91,7 +91,7 @@ class EqualCompute:
                 what: {title: column.between(ENSEMBLE, name).to_dict() for title, column in columns.items()}
                 for what, name in self.columns.items()
             },
-            "untold": dict(self.untold),
+            "missing": dict(self.missing),
         }
 
 
@@ -99,8 +99,8 @@ def with_equal_compute(comparison: Comparison, config: EnsembleConfig, sampler: 
     """The comparison with columns of the best member's samples. `config`: the ensemble's."""
     sampling = sampler.sampling
     if not comparison.columns:
-        untold = {"compute": NO_REFERENCES, "seconds": NO_REFERENCES}
-        return replace(comparison, equal=EqualCompute(sampling.temperature, sampling.most, untold=untold))
+        missing = {"compute": NO_REFERENCES, "seconds": NO_REFERENCES}
+        return replace(comparison, equal=EqualCompute(sampling.temperature, sampling.most, missing=missing))
     return _Sampled(comparison, config, sampler).added()
 
 
@@ -115,7 +115,7 @@ class _Sampled:
         mains = mains_of(comparison.columns)
         self._members = {g: c.best if len(c.rows) >= FEWEST_ROWS else whole.best for g, c in mains.items()}
         self._samples: dict[str, Mapping[str, int]] = {}
-        self._untold: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
 
     def added(self) -> Comparison:
         """Count, ask, and add the columns."""
@@ -128,13 +128,13 @@ class _Sampled:
         answers: dict[str, Mapping[str, Answer]] = {}
         for what, counts, choose in self._columns():
             if missing := self._missing(counts):
-                self._untold[what] = missing
+                self._reasons[what] = missing
                 continue
             columns[what] = self._name(what, counts)
             answers[columns[what]] = self._chosen(counts, choose, timed)
         sampling = self._sampler.sampling
         equal = EqualCompute(
-            sampling.temperature, sampling.most, self._members, paid, self._samples, columns, self._untold
+            sampling.temperature, sampling.most, self._members, paid, self._samples, columns, self._reasons
         )
         return self._with(answers, equal)
 
@@ -157,9 +157,9 @@ class _Sampled:
         unknown = [name for name in self._config.names if not self._comparison.sizes.get(name)]
         paid = {} if unknown else {group: self._paid(group) for group in self._members}
         if unknown:
-            self._untold["compute"] = f"the number of parameters of {', '.join(unknown)} is unknown"
+            self._reasons["compute"] = f"the number of parameters of {', '.join(unknown)} is unknown"
         elif any(each is None for each in paid.values()):
-            self._untold["compute"] = NOT_COUNTED
+            self._reasons["compute"] = NOT_COUNTED
         else:
             measured = {group: each for group, each in paid.items() if each is not None}
             self._samples["compute"] = {group: self._rounded(each) for group, each in measured.items()}
@@ -167,7 +167,7 @@ class _Sampled:
         return {}
 
     def _paid(self, group: str) -> float | None:
-        """(the ensemble's compute − that of reading the prompt) ÷ that of one answer after the prompt."""
+        """Compute of the ensemble ÷ compute of one answer, both without the prompt."""
         budget = each = 0.0
         sizes = self._comparison.sizes
         for question in (q for q in self._questions if q.group == group):
@@ -195,7 +195,7 @@ class _Sampled:
         if counts:
             self._samples["seconds"] = dict.fromkeys(self._members, self._rounded(float(np.mean(counts))))
         else:
-            self._untold["seconds"] = "; ".join(self._sampler.failures.values()) or NOT_TIMED
+            self._reasons["seconds"] = "; ".join(self._sampler.failures.values()) or NOT_TIMED
 
     def _times(self, row: Timed) -> dict[int, float]:
         """Number of samples → their seconds; one is the greedy answer."""

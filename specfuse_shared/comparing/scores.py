@@ -40,11 +40,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Properties of a system's answers: mean `words`, per cent that loop (`circles`), per cent `cut` by
+    """Properties of a system's answers: mean `words`, per cent that loop (`looping`), per cent `cut` by
     `max_tokens`."""
 
     words: float
-    circles: float
+    looping: float
     cut: float
 
 
@@ -108,7 +108,7 @@ def habits_of(answers: Mapping[str, Answer]) -> Habits:
     texts = [answer.text for answer in answers.values()]
     return Habits(
         words=statistics.mean(len(text.split()) for text in texts),
-        circles=100 * statistics.mean(is_looping(text) for text in texts),
+        looping=100 * statistics.mean(is_looping(text) for text in texts),
         cut=100 * statistics.mean(answer.finish == "length" for answer in answers.values()),
     )
 

@@ -110,8 +110,8 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         return
     for what, of in (("compute", _compute_details), ("seconds", _seconds_details)):
         title = f"Equal {what}"
-        if whole is None or what in equal.untold:
-            yield Point(title, f"unknown: {equal.untold[what]}.")
+        if whole is None or what in equal.missing:
+            yield Point(title, f"unknown: {equal.missing[what]}.")
             continue
         name = equal.columns[what]
         parts = [_outcome_against(whole, name), *of(comparison, equal, name), *_differences_by_group(comparison, name)]
@@ -172,9 +172,9 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         sentence = f"members' answers share {mean:.0f} % of their words"
         yield Point("Agreement", f"{sentence}; to {same} of {len(comparison.agreement)} questions they are the same.")
     sampled = {asker.name for asker in comparison.askers if asker.is_sampled}
-    circles = {name: habits.circles for name, habits in comparison.habits.items() if name not in sampled}
-    if max(circles.values()) >= LOOPS:
-        sentence = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
+    looping = {name: habits.looping for name, habits in comparison.habits.items() if name not in sampled}
+    if max(looping.values()) >= LOOPS:
+        sentence = ", ".join(f"{name} {share:.0f} %" for name, share in looping.items())
         yield Point("Repetition", f"answers that repeat themselves: {sentence}.")
 
 
@@ -296,7 +296,7 @@ def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
     if unscored := len(comparison.questions) - rows:
         yield f"{unscored} questions without references are not scored."
     if len({column.group for column in comparison.columns.values() if column.metric}) > 1:
-        yield "Each question has the same weight, whatever its kind. Your questions may have other shares of each kind."
+        yield "All questions have the same weight. Your questions may have other shares of each kind."
     if {column.metric for column in comparison.columns.values()} & {"f1", "rougeL", "chrf"}:
         yield "F1, ROUGE-L and chrF count words shared with references: not truth or style, and no other good answers."
     if (intervals := sum(len(column.differences) for column in comparison.columns.values())) > MANY:

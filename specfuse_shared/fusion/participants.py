@@ -2,11 +2,12 @@
 
 Members without space refuse a prompt before any model runs, and leave once their context is full.
 
-In some rounds one member, the leader, drafts first. If members run one after another, the leader's draft saves the
-others time, except on an accelerator with as many answers as members. Members that run in parallel draft at the same
-time unless a leader pays for them too. That depends on the cost of their forward passes and on how often one draft
-settled a round recently: a single answer must get its drafts earlier, and many answers that keep all lanes busy must
-cost clearly less. Seconds are measured and rounded, so that a seed rarely leads to another leader.
+In some rounds one member, the leader, drafts first, and the others use its draft as a guess. If members run one after
+another, this saves the others time, except on an accelerator that runs at least as many answers as it has members. If
+members run in parallel, they draft at the same time, unless a leader saves more than it costs. That depends on the cost
+of their forward passes, and on how often one draft settled a recent round. A single answer must get its drafts earlier.
+For many answers, which keep all lanes busy, the cost must fall clearly. Seconds are measured and rounded, so that runs
+with the same seed rarely have different leaders.
 
 A round may have a deadline (`EnsembleConfig.round_seconds`). A member that has not answered by then, while others
 wait, misses the round. Its stage continues. Once that is done the member is back, and commits the missed text before

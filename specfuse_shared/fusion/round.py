@@ -40,7 +40,7 @@ Failed members have left the answer by then, and late ones are absent from the r
 """
 
 
-class AnswerPolicies:
+class AnswerContext:
     """Shared by all rounds of an answer: settings, policies, and state that one round leaves to the next."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Round:
     """
 
     def __init__(
-        self, policies: AnswerPolicies, participants: Participants, answer: AnswerText, index: int, ask: Ask
+        self, policies: AnswerContext, participants: Participants, answer: AnswerText, index: int, ask: Ask
     ) -> None:
         self._policies = policies
         self._participants = participants
@@ -141,9 +141,9 @@ class Round:
         """
         began = time.monotonic()
         if self._constraint is not None and (forced := self._constraint.forced()):
-            over = self._constraint.admit(forced, False).reason
+            grammar_end = self._constraint.admit(forced, False).reason
             self._drafters = list(self._present)
-            self._candidates = [RoundCandidate(forced, False, list(self._present), 0, over=over)]
+            self._candidates = [RoundCandidate(forced, False, list(self._present), 0, grammar_end=grammar_end)]
         else:
             drafts = await self._ask_for_drafts(tokens)
             self._drafters = [name for name in self._present if name in drafts]
@@ -292,7 +292,7 @@ class Round:
         election = Electorate(self._policies.score, self._policies.aggregate, weights, whole).elect(self._candidates)
         for index, candidate in enumerate(self._candidates):
             candidate.scores = {name: row[index] for name, row in zip(weights, election.scores, strict=True)}
-            candidate.score = election.votes[index]
+            candidate.vote = election.votes[index]
         return election
 
     def _repeats(self, candidate: RoundCandidate) -> bool:
@@ -427,7 +427,7 @@ class Round:
         matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in present] for j in present]
         weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
         participants.weigh(weights, policies.feedback_limit)
-        gained = {name: (c.score or 0.0) if (c := drafted[name]) else 0.0 for name in present}
+        gained = {name: (c.vote or 0.0) if (c := drafted[name]) else 0.0 for name in present}
         for name in participants.active:  # a late member gets the others' average
             participants[name].total += gained[name] if name in gained else sum(gained.values()) / len(gained)
         decision = policies.exit([participants[name].total for name in present], policies.verified_rounds)

@@ -28,7 +28,7 @@ from specfuse_shared.events import (
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.participants import Deadline, LaneStats, Late, Ops, Participants, Results, Wanted
 from specfuse_shared.fusion.repetition import loop_of
-from specfuse_shared.fusion.round import AnswerPolicies, Round
+from specfuse_shared.fusion.round import AnswerContext, Round
 from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_after, token_logprobs
 from specfuse_shared.members.stages import (
     Close,
@@ -86,7 +86,7 @@ class AnswerSession:
                 check()
                 member.text.prepare(params.grammar)
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
-        self._policies = AnswerPolicies(config, params, tools, constraint, traffic)
+        self._policies = AnswerContext(config, params, tools, constraint, traffic)
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
@@ -183,7 +183,7 @@ class AnswerSession:
                 self._leave_late(name)
         while True:
             self.participants.absent, self._round_ends = set(late), self._end_of_round()
-            # commit first: what follows depends on the number of tokens
+            # commit first: both conditions below depend on the number of tokens
             plain = self._policies.decodes_plainly(self._active)
             if self.participants.present and (plain or self.participants.may_be_full(self._owed)):
                 await self._ask({})
@@ -379,8 +379,8 @@ class AnswerSession:
     async def _score(self) -> tuple[TokenLogprob, ...] | None:
         """Log p of the answer's tokens by the reference member, which reads the answer again, after its reasoning.
 
-        They describe the final text, whoever wrote it, wherever it was cut, and even if that member left the
-        answer. None if the member fails.
+        They describe the final text, as it was cut, no matter which member wrote it and whether the reference member
+        left the answer. None if the member fails.
         """
         side = self.participants.reference
         name, verdicts = side.member.name, None

@@ -280,7 +280,7 @@ OLLAMA_SERVICE_STORE = "/usr/share/ollama/.ollama/models"
 
 
 def ollama_store() -> Path:
-    """$OLLAMA_MODELS, the user's own store, or that of Ollama's Linux service if the user has none."""
+    """Ollama's folder of models: $OLLAMA_MODELS, the user's folder, or else the folder of Ollama's Linux service."""
     if named := os.environ.get("OLLAMA_MODELS"):
         return Path(named).expanduser()
     own = Path.home() / ".ollama" / "models"

@@ -224,7 +224,7 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
             if _LACKING not in str(missing):  # another warning, where all are errors
                 raise
             raise MemberLoadError(
-                f"member {config.label!r}: the adapter {adapter!r} lacks weights of its own ({str(missing)[:160]} …): "
+                f"member {config.label!r}: the adapter {adapter!r} lacks some of its weights ({str(missing)[:160]} …): "
                 "fetch it again, or name the adapter that was trained for this model"
             ) from missing
         return adapted.merge_and_unload(safe_merge=True)

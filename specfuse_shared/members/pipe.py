@@ -1,4 +1,4 @@
-"""A lane in another process, behind a pipe: the messages are those in `members.stages`.
+"""A lane in another process, reached through a pipe. The messages are the stages in `members.stages`.
 
 `serve_members` is the remote end; `PipedLane` is the lane for the coordinator. If its process dies, the lane fails
 every stage, so that its members leave the answers and the others continue.

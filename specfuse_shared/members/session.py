@@ -1,6 +1,6 @@
 """One answer of a member, wherever its model runs: its stages, which turn ids into text and text into ids.
 
-A stage is a coroutine that awaits the model's computation. Only a subclass knows what that is and what computes it.
+A stage is a coroutine that awaits the model's computation. Only a subclass knows the kind of computation.
 
 Some tokens have no text: those that end a member's turn, and those that no member may write.
 """

@@ -154,7 +154,7 @@ _DEFAULT_LONG = 64
 """From this number of queries on, an answer gets a separate kernel call, so that short ones are not padded to its
 length. On a CPU the number is low, because there calls cost little. On a GPU padding costs little."""
 _MOST_INDEXED = 16
-"""Among segments with a kernel call of their own, longer ones are also written to their row by themselves."""
+"""A segment with a separate kernel call that has more tokens than this is also written to its row separately."""
 _SHORT, _OWN_CALL, _COPIED = range(3)
 """Sizes of segments: those that share a kernel call; those that share only the writes; those that share nothing."""
 

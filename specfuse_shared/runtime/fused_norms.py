@@ -58,8 +58,8 @@ def _fused(kind: Any, has_offset: bool) -> type:
 
 
 def subclass_of(kind: Any, **members: Any) -> type:
-    """A subclass of a module's class with these members. Its modules are pickled and copied as those of `kind`, because
-    the subclass cannot be imported."""
+    """A subclass of a module's class with these members. Its modules are pickled and copied as modules of `kind`,
+    because the subclass cannot be imported."""
 
     def reduced(module: Any, protocol: Any) -> Any:
         return _unfilled, (kind,), module.__dict__

@@ -54,7 +54,7 @@ _ACTIVATIONS = 32
 _RESERVED_TOKENS = 1024
 """Tokens of a step for which memory is reserved: a piece of a prompt, or verifications of some answers at once."""
 _LATER = 4
-"""How many times as many uses a step waits for its capture after one failed, or after steps were dropped."""
+"""After a capture failed, or after steps were dropped, a step waits for this many times more uses."""
 _FIRST_CHECK, _NEXT_CHECK = 64, 8
 """A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
 
@@ -627,7 +627,7 @@ class PackedRunner:
         return self._used((size, tokens), lambda: GreedyDraft(one, tokens, self._buffers, mask))
 
     def _used(self, key: tuple[int, ...], make: Callable[[], S]) -> S:
-        """The step with this key, made if there is none, used once more."""
+        """The step with this key, made if there is none. Counts the use."""
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = make()

@@ -40,7 +40,7 @@ def as_given(turns: list[Turn]) -> list[Turn]:
     return turns
 
 
-def told(turns: list[Turn], text: str) -> list[Turn]:
+def with_system_text(turns: list[Turn], text: str) -> list[Turn]:
     """The conversation with a further system text."""
     return merge_system([*turns, {"role": "system", "content": text}])
 
@@ -513,8 +513,8 @@ class PromptEncoder:
         if "tools" in self.template and self._shows(turns, tools):
             native = self._normalised(turns, tools)
             # all members write one answer, so a member whose template teaches another syntax is given the common one
-            return native if CALL_OPEN in native else self._normalised(told(turns, CALL_SYNTAX), tools)
-        return self._normalised(told(turns, plain_description([tool["function"] for tool in tools])))
+            return native if CALL_OPEN in native else self._normalised(with_system_text(turns, CALL_SYNTAX), tools)
+        return self._normalised(with_system_text(turns, plain_description([tool["function"] for tool in tools])))
 
     def _shows(self, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
         try:

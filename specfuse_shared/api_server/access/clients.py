@@ -113,7 +113,7 @@ class Client:
 
 
 class Clients:
-    """The clients of a server: one for the server's own `key`, and those of the settings (`named`).
+    """The clients of a server: one for the server's own `key`, and the clients `named` in the settings.
 
     Without any key, all callers count as one client. Raises `ConfigError` if two clients have the same key.
     """

@@ -309,7 +309,7 @@ def read_body(kind: type[B], raw: bytes) -> B:
 
 
 def _named(error: ValidationError) -> BodyError:
-    """The deepest error: in a union, that of the branch that matched furthest, with the right type if possible."""
+    """The deepest error. In a union, that is the error of the best matching branch, with the right type if possible."""
     details = error.errors(include_url=False, include_input=False)
     deepest = max(details, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = ".".join(part for part in map(str, deepest["loc"]) if not _OF_UNIONS.match(part))

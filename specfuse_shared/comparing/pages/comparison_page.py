@@ -32,7 +32,7 @@ FILTERS = {
     "worse": "it is worse",
     "same": "no difference",
     "apart": "members disagree",
-    "circles": "a repetitive answer",
+    "looping": "a repetitive answer",
 }
 
 
@@ -179,7 +179,7 @@ def _kinds(
     if comparison.agreement.get(question.id, 100.0) < APART:
         yield "apart"
     if any(is_looping(answer.text) for answer in answers.values()):
-        yield "circles"
+        yield "looping"
 
 
 def _apart(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[Row, float]]:

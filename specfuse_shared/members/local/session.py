@@ -40,9 +40,9 @@ TOKEN_COST = 0.06
 _GRAMS = (4, 3, 2)
 """Sizes of the n-grams to look up, the longest first."""
 GuessKind = int | str
-OWN, TOLD = "own", "told"
+OWN_DRAFT, OTHER_DRAFT = "own", "other"
 """Sources of guesses other than prompt lookup: the member's own earlier draft, and another member's draft."""
-_PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
+_PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN_DRAFT: 0.9, OTHER_DRAFT: 0.5}
 """Prior acceptance rate of a guess: by the size of the n-gram that matched, or by the source."""
 _PRIOR_WEIGHT, _MEMORY = 4.0, 0.95
 
@@ -139,7 +139,7 @@ class Guesses:
 
     def expect(self, branch: Branch, kind: GuessKind) -> None:
         """Add a branch that the answer may continue with."""
-        if branch.tokens and self._expected.get(branch) != OWN:
+        if branch.tokens and self._expected.get(branch) != OWN_DRAFT:
             self._expected[branch] = kind
 
     def after(self, before: Sequence[int], branch: Branch, slots: int, cost: float, share: float = 1.0) -> Guess:
@@ -154,7 +154,7 @@ class Guesses:
         chance = share
         expected = [(e.tokens[size:], kind) for e, kind in self._expected.items() if _begins(e, branch)]
         if expected:
-            ids, kind = max(expected, key=lambda followers: (followers[1] == OWN, len(followers[0])))
+            ids, kind = max(expected, key=lambda followers: (followers[1] == OWN_DRAFT, len(followers[0])))
             chance = self._extend(tokens, kinds, ids[:limit], kind, chance, cost)
         if not expected or len(tokens) == len(ids):
             last = [*before[-_GRAMS[0] :], *branch.tokens[-_GRAMS[0] :], *tokens[-_GRAMS[0] :]]
@@ -268,12 +268,12 @@ class LocalSession(Session[SequenceState]):
 
     def _expect(self, encoding: Encoding) -> None:
         if self._guesses is not None:
-            self._guesses.expect(self._branch(encoding), TOLD)
+            self._guesses.expect(self._branch(encoding), OTHER_DRAFT)
 
     def _expect_own(self, branch: Branch) -> None:
         self._draft = branch
         if self._guesses is not None:
-            self._guesses.expect(branch, OWN)
+            self._guesses.expect(branch, OWN_DRAFT)
 
     async def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> tuple[list[int], bool]:
         draft = self._wanted(ids, count, min_tokens_left, alone)
@@ -352,9 +352,9 @@ class LocalSession(Session[SequenceState]):
 
     @property
     def _chooses_together(self) -> bool:
-        """Whether the device chooses the next token together with those of other answers.
+        """Whether the device chooses the next tokens of several answers in one operation.
 
-        A processor gains nothing, and the largest logit of a forward pass is sent with it.
+        On a processor that saves nothing.
         """
         is_plain = self._constraint is None and self._sampler.is_plain
         return self._member.runner.reports_argmax and not is_plain

@@ -1,7 +1,7 @@
 """A member on a server: its local text side, and checks of the server before the member is used.
 
 An event loop in a separate thread has the requests of all such members in flight. Batching is up to the servers. A
-request that is no longer needed is cancelled, like that of a client that disconnects. If a server is unreachable, the
+request that is no longer needed is cancelled by closing its connection. If a server is unreachable, the
 stages of its members fail and they leave the answers.
 """
 

@@ -326,7 +326,7 @@ def ban_of(banned: Sequence[int]) -> dict[str, float]:
 
 
 def scores_of(line: ScoredLine, places: Sequence[Place]) -> list[float]:
-    """Natural log p of a line's tokens, from the logprobs of each position; then that of any of its stop ids."""
+    """Natural log p of each token of a line, then log p that any of its stop ids follows."""
     logprobs = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
     return [*logprobs, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else logprobs
 
@@ -339,7 +339,7 @@ def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]
 
 
 def of_whole_lines(lines: Sequence[ScoredLine], judged_lines: Sequence[Sequence[Place]]) -> list[list[Place]]:
-    """Logprobs of `lines` from those of their `whole_lines` after the prefixes."""
+    """Logprobs of `lines`, joined from the logprobs of their `whole_lines` after the prefixes."""
     remaining, judged = iter(judged_lines), list[list[Place]]()
     for line in lines:
         endings = [next(remaining) for _ in line.stop_ids or (None,)]

@@ -223,7 +223,7 @@ def _dumps(value: Any) -> str:
 
 MOST_FIELDS = 500
 """Maximum number of fields in the instruction; the grammar enforces all of them."""
-_TOLD = ("description", "format")
+_DESCRIBING = ("description", "format")
 _BRANCHES = ("allOf", "anyOf", "oneOf", "prefixItems")
 _INSIDE = ("items", "additionalProperties")
 
@@ -278,7 +278,7 @@ class _Reader:
             yield None, part
 
     def about(self, schema: Any) -> str:
-        """Description and format; without one, those of its references and branches (`date | None`)."""
+        """A schema's description and format, else the descriptions of its references and branches (`date | None`)."""
         if not isinstance(schema, Mapping):
             return ""
         if id(schema) not in self._abouts:
@@ -286,7 +286,7 @@ class _Reader:
         return self._abouts[id(schema)]
 
     def _described(self, schema: Mapping[str, Any]) -> str:
-        if descriptions := [str(schema[key]) for key in _TOLD if schema.get(key)]:
+        if descriptions := [str(schema[key]) for key in _DESCRIBING if schema.get(key)]:
             return ", ".join(descriptions)
         reference = schema.get("$ref")
         targets = [target_of(reference, self._schema)] if isinstance(reference, str) else []

@@ -390,11 +390,11 @@ def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
     return node
 
 
-def _next_to(bound: float, sign: int, room: float) -> float:
-    """A number close to a bound, within a distance of `room`."""
+def _next_to(bound: float, sign: int, distance: float) -> float:
+    """A number close to a bound, less than `distance` away."""
     for places in range(_NEAREST, 300):
         neighbour = float(Decimal(bound) + sign * Decimal(10) ** -places)
-        if neighbour != bound and Decimal(10) ** -places < room:
+        if neighbour != bound and Decimal(10) ** -places < distance:
             return neighbour
     return math.nextafter(bound, sign * math.inf)
 
