@@ -17,7 +17,7 @@ _ABSOLUTE = re.compile(r"[a-z]+:|#|/")
 
 
 def with_absolute_links(text: str, repository: str, tag: str) -> str:
-    """The Markdown `text`, with links to the files of `repository` (OWNER/NAME) at `tag`; pictures come from raw files."""
+    """The Markdown `text`, with links to the files of `repository` (OWNER/NAME) at `tag`, and to raw pictures."""
 
     def absolute(link: re.Match[str]) -> str:
         if _ABSOLUTE.match(link["target"]):
