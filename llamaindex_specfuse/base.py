@@ -337,15 +337,53 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @classmethod
     def class_name(cls) -> str:
+        """The name of the class in serialised components.
+
+        Returns:
+            "specfuse_llm".
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseLLM
+
+            print(SpecFuseLLM.class_name())
+            ```
+        """
         return "specfuse_llm"
 
     def to_payload(self) -> dict[str, Any]:
-        """Content of a trace: names, sizes and sampling, without asking a server."""
+        """The content of a trace, computed without a request to a server.
+
+        Returns:
+            Names, sizes and sampling.
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseLLM
+
+            print(SpecFuseLLM(members="demo", max_tokens=8).to_payload()["model_name"])
+            ```
+        """
         payload = {"class_name": self.class_name(), "model_name": self.model, "context_window": self._window()}
         return {**payload, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Plain JSON that `from_dict` reads, with names for local paths. Only this process can map them back."""
+        """The model as plain JSON that `from_dict` reads.
+
+        Args:
+            **kwargs: Options of LlamaIndex's `to_dict`.
+
+        Returns:
+            The fields. Local paths are replaced by names, which only this process can map back.
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            print(SpecFuseLLM.from_dict(llm.to_dict()).max_tokens)
+            ```
+        """
         data = super().to_dict(**kwargs)
         data.pop("model_name", None)
         return data if self.base_url and self._chosen_model is None else {**data, "model": self.model}
@@ -421,41 +459,153 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """The answer to a prompt, as one user turn.
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            print(llm.complete("Why is the sky blue?").text)
+            ```
+        """
         return last_step(self._steps(self._completion_turn(prompt, formatted, kwargs), kwargs)).completion()
 
     @closes_source
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """The answer to a prompt, in verified segments. Each response has the new text in `delta`.
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            for response in llm.stream_complete("Why is the sky blue?"):
+                print(response.delta, end="", flush=True)
+            ```
+        """
         steps = self._steps(self._completion_turn(prompt, formatted, kwargs), kwargs)
         return (step.completion() for step in steps)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """The next turn of a conversation.
+
+        Example:
+            ```python
+            from llama_index.core.llms import ChatMessage
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            print(llm.chat([ChatMessage("Why is the sky blue?")]).message.content)
+            ```
+        """
         return last_step(self._steps(self._turns(messages), kwargs)).chat()
 
     @closes_source
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """The next turn of a conversation, in verified segments. Each response has the new text in `delta`.
+
+        Example:
+            ```python
+            from llama_index.core.llms import ChatMessage
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            for response in llm.stream_chat([ChatMessage("Why is the sky blue?")]):
+                print(response.delta, end="", flush=True)
+            ```
+        """
         steps = self._steps(self._turns(messages), kwargs)
         return (step.chat() for step in steps)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete`, asynchronously.
+
+        Example:
+            ```python
+            import asyncio
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            print(asyncio.run(llm.acomplete("Why is the sky blue?")).text)
+            ```
+        """
         return (await alast_step(self._asteps(self._completion_turn(prompt, formatted, kwargs), kwargs))).completion()
 
     @acloses_source
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """`stream_complete`, asynchronously.
+
+        Example:
+            ```python
+            import asyncio
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+
+
+            async def main() -> None:
+                async for response in await llm.astream_complete("Why is the sky blue?"):
+                    print(response.delta, end="", flush=True)
+
+
+            asyncio.run(main())
+            ```
+        """
         steps = self._asteps(self._completion_turn(prompt, formatted, kwargs), kwargs)
         return (step.completion() async for step in steps)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat`, asynchronously.
+
+        Example:
+            ```python
+            import asyncio
+
+            from llama_index.core.llms import ChatMessage
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+            print(asyncio.run(llm.achat([ChatMessage("Why is the sky blue?")])).message.content)
+            ```
+        """
         return (await alast_step(self._asteps(self._turns(messages), kwargs))).chat()
 
     @acloses_source
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat`, asynchronously.
+
+        Example:
+            ```python
+            import asyncio
+
+            from llama_index.core.llms import ChatMessage
+
+            from llamaindex_specfuse import SpecFuseLLM
+
+            llm = SpecFuseLLM(members="demo", max_tokens=8)
+
+
+            async def main() -> None:
+                async for response in await llm.astream_chat([ChatMessage("Why is the sky blue?")]):
+                    print(response.delta, end="", flush=True)
+
+
+            asyncio.run(main())
+            ```
+        """
         steps = self._asteps(self._turns(messages), kwargs)
         return (step.chat() async for step in steps)
 

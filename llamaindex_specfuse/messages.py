@@ -300,6 +300,18 @@ class SpecFuseSegmentEvent(BaseEvent):
 
     @classmethod
     def class_name(cls) -> str:
+        """The name of the class in LlamaIndex's events.
+
+        Returns:
+            "SpecFuseSegmentEvent".
+
+        Example:
+            ```python
+            from llamaindex_specfuse import SpecFuseSegmentEvent
+
+            print(SpecFuseSegmentEvent.class_name())
+            ```
+        """
         return "SpecFuseSegmentEvent"
 
 

@@ -195,7 +195,21 @@ class RequestTimeoutError(GenerationError, TimeoutError):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The timeout of a request that has generated `text`."""
+        """The timeout of a request.
+
+        Args:
+            text: The text that the answer had by then.
+
+        Returns:
+            The error.
+
+        Example:
+            ```python
+            from specfuse_shared import RequestTimeoutError
+
+            print(RequestTimeoutError.of("The sky is blue because"))
+            ```
+        """
         return cls(f"the timeout passed after {len(text)} characters of the answer", text=text)
 
 

@@ -68,12 +68,35 @@ class Tool:
         return cls(function["name"], **{key: value for key, value in fields.items() if value is not None})
 
     def as_function(self) -> dict[str, Any]:
-        """The tool as chat templates and other frameworks describe it."""
+        """The tool in the form of OpenAI's clients and of chat templates, without `strict`.
+
+        Returns:
+            {"type": "function", "function": {"name": …, "description": …, "parameters": …}}.
+
+        Example:
+            ```python
+            from specfuse_shared import Tool
+
+            print(Tool("now", "The time of day.").as_function()["function"]["name"])
+            ```
+        """
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields that `from_dict` accepts."""
+        """The tool as plain JSON.
+
+        Returns:
+            An object that `Tool.from_dict` reads.
+
+        Example:
+            ```python
+            from specfuse_shared import Tool
+
+            tool = Tool("now", "The time of day.")
+            print(Tool.from_dict(tool.to_dict()) == tool)
+            ```
+        """
         function = self.as_function()
         return {**function, "function": {**function["function"], "strict": True}} if self.strict else function
 
@@ -112,7 +135,18 @@ class ToolCall:
         return cls(function["name"], arguments_of(function.get("arguments")), call.get("id"))
 
     def check(self) -> None:
-        """Raises `RequestError` for arguments that are not JSON, or that contain a lone surrogate."""
+        """Check the arguments. A `Message` checks its calls by itself.
+
+        Raises:
+            RequestError: The arguments are not JSON, or contain a lone surrogate.
+
+        Example:
+            ```python
+            from specfuse_shared import ToolCall
+
+            ToolCall("add", {"a": 1, "b": 2}).check()
+            ```
+        """
         try:
             text = json.dumps(dict(self.arguments), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -121,7 +155,18 @@ class ToolCall:
             raise RequestError(f"a call of {self.name!r} holds half a character (a lone surrogate): replace it")
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields that `from_dict` accepts."""
+        """The call as plain JSON.
+
+        Returns:
+            An object that `ToolCall.from_dict` reads. Its arguments are a JSON text.
+
+        Example:
+            ```python
+            from specfuse_shared import ToolCall
+
+            print(ToolCall("add", {"a": 1, "b": 2}, "call-1").to_dict())
+            ```
+        """
         function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -213,7 +258,18 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields that `from_dict` accepts."""
+        """The message as plain JSON.
+
+        Returns:
+            An object that `Message.from_dict` reads.
+
+        Example:
+            ```python
+            from specfuse_shared import Message
+
+            print(Message("user", "Hello").to_dict())
+            ```
+        """
         calls = [call.to_dict() for call in self.tool_calls]
         extras = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": self.content} | {k: v for k, v in extras.items() if v is not None}

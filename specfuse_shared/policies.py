@@ -181,6 +181,22 @@ class OnlineFeedback:
     rate: float = 0.5
 
     def eta(self, n: int, round_index: int) -> float:
+        """The learning rate η_t.
+
+        Args:
+            n: Number of members.
+            round_index: Verified rounds so far, this one included; ≥ 1.
+
+        Returns:
+            The rate by the schedule.
+
+        Example:
+            ```python
+            from specfuse_shared.policies import OnlineFeedback
+
+            print(OnlineFeedback("sqrt_decay", 0.5).eta(3, 4))
+            ```
+        """
         if self.schedule == "paper":
             return self.rate * math.sqrt(1 / n) / round_index
         return self.rate / math.sqrt(round_index) if self.schedule == "sqrt_decay" else self.rate

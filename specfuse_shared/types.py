@@ -111,7 +111,23 @@ class MemberFault:
 
     @classmethod
     def public(cls, member: str, stage: StageName, kind: str) -> Self:
-        """The fault as a server shows it to its clients."""
+        """The fault without its message, as a server shows it to its clients.
+
+        Args:
+            member: The member that failed.
+            stage: The stage in which it failed.
+            kind: The class of the error.
+
+        Returns:
+            The fault.
+
+        Example:
+            ```python
+            from specfuse_shared import MemberFault
+
+            print(MemberFault.public("gemma", "draft", "OutOfMemoryError").message)
+            ```
+        """
         return cls(member, stage, f"member {member!r} failed in {stage} ({kind})", kind)
 
 

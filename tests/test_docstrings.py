@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,11 +49,8 @@ FUNCTIONS = {name: (function, doc) for name, function, doc in documented()}
 EXAMPLES = {name: textwrap.dedent(block[1]) for name, (_, doc) in FUNCTIONS.items() if (block := BLOCK.search(doc))}
 
 
-def test_the_main_functions_have_examples() -> None:
-    methods = {name for name in FUNCTIONS if name.startswith(("EnsembleEngine.", "Grammar."))}
-    without = {"Grammar.behind", "Grammar.as_rule"}  # called by the engine only
-    assert methods - without <= EXAMPLES.keys()
-    assert {"ChatSpecFuse.bind_tools", "ChatSpecFuse.with_structured_output", "compare"} <= EXAMPLES.keys()
+def test_every_public_function_and_method_has_an_example() -> None:
+    assert FUNCTIONS.keys() - EXAMPLES.keys() == set()
 
 
 @pytest.mark.parametrize("name", [name for name, (_, doc) in FUNCTIONS.items() if "\nArgs:\n" in doc])
@@ -68,7 +66,20 @@ def test_every_argument_is_described(name: str) -> None:
     assert ARGUMENT.findall(section) == parameters
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working folder of all examples, so that comparisons reuse the answers in `run.jsonl`."""
+    return tmp_path_factory.mktemp("examples")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs(name: str, demo_engine: EnsembleEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs(
+    name: str,
+    demo_engine: EnsembleEngine,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
     exec(compile(EXAMPLES[name], name, "exec"), {"__name__": "__main__", "engine": demo_engine})
     assert "print(" not in EXAMPLES[name] or capsys.readouterr().out

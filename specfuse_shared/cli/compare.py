@@ -133,8 +133,9 @@ def compare(
 ) -> int:
     """Compare the ensemble with its best member on your questions."""
     from specfuse_shared import comparing
+    from specfuse_shared.comparing.libraries import check_libraries
 
-    comparing.check_libraries()
+    check_libraries()
     if suggest:
         _check_alone(
             {"--out": out, "--leave-one-out": leave_one_out, "--equal-compute": equal_compute, "--vote": vote}
@@ -245,15 +246,15 @@ class _More:
     @classmethod
     def checked(cls, ensemble: EnsembleConfig, questions: QuestionSet, tune: str | None, judge: str | None) -> Self:
         """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before any question is asked."""
-        from specfuse_shared import comparing
+        from specfuse_shared.comparing.tuning import check_config_file, tunable
 
         if judge is not None:
             check_choice("--judge", judge, ("members",))
         place, _, name = (tune or "").partition("#")
         if place:
-            comparing.check_config_file(Path(place))
+            check_config_file(Path(place))
             check_writable(Path(place), "--tune")
-            comparing.tunable(ensemble, questions)
+            tunable(ensemble, questions)
         return cls(Path(place) if place else None, name or "tuned", judge is not None)
 
     def add(

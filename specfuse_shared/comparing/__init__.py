@@ -5,7 +5,6 @@ from specfuse_shared.comparing.comparison import Comparison, compare
 from specfuse_shared.comparing.equal_compute import EqualCompute
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.judging import Rating, Ratings, rate
-from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, votes_on
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
@@ -14,7 +13,7 @@ from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits
 from specfuse_shared.comparing.suggesting import suggest
-from specfuse_shared.comparing.tuning import Tuned, check_config_file, tunable, tune, write_ensemble
+from specfuse_shared.comparing.tuning import Tuned, tune, write_ensemble
 from specfuse_shared.comparing.verdict import Point, Verdict
 
 __all__ = [
@@ -40,14 +39,11 @@ __all__ = [
     "Tuned",
     "Verdict",
     "Votes",
-    "check_config_file",
-    "check_libraries",
     "compare",
     "own_questions",
     "rate",
     "read_questions",
     "suggest",
-    "tunable",
     "tune",
     "votes_on",
     "write_ensemble",

@@ -70,7 +70,20 @@ class Combination:
         return self.gap.mean > FAR
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The statistics as plain JSON.
+
+        Returns:
+            The members, the best one, and each interval.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import suggest
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            suggestion = suggest("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            print(suggestion.combinations[0].to_dict()["members"])
+            ```
+        """
         names = ("gap", "added", "contradicted", "predicted", "to_best")
         intervals = {name: getattr(self, name).to_dict() for name in names}
         return {"members": list(self.members), "best": self.best, **intervals}
@@ -123,7 +136,19 @@ class Suggestion:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The recommendation and its statistics as plain JSON.
+
+        Returns:
+            The recommended members or None, their means, and all combinations.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import suggest
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            print(suggest("demo", asked, run="run.jsonl", max_tokens=8, timed=0).to_dict()["recommended"])
+            ```
+        """
         recommended = self.recommended
         return {
             "headline": self.headline,

@@ -90,33 +90,117 @@ class Comparison:
         return combination_of(points, beforehand=beforehand).to_dict()
 
     def without(self, member: str) -> str | None:
-        """The name of the ensemble without this member; None if it was not asked."""
+        """The ensemble without a member, if `compare(…, leave_one_out=True)` asked it; of two members, the other one.
+
+        Args:
+            member: Name of the member.
+
+        Returns:
+            The name of that system, or None if it was not asked.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            print(comparison.without(comparison.members[0]))
+            ```
+        """
         rest = [name for name in self.members if name != member]
         if len(self.members) == 2:
             return rest[0]
         return next((asker.name for asker in self.askers if asker.without == member), None)
 
     def to_html(self) -> str:
-        """The report as one HTML file that needs neither a network nor scripts."""
+        """The report as one HTML file, which needs neither a network nor scripts.
+
+        Returns:
+            The HTML.
+
+        Example:
+            ```python
+            from pathlib import Path
+
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            Path("comparison.html").write_text(comparison.to_html(), "utf-8")
+            ```
+        """
         from specfuse_shared.comparing.pages.comparison_page import document
 
         return document(self)
 
     def to_voting_page(self, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
-        """A page for a blind vote between the ensemble and a member, the best one if unset.
+        """A page for a blind vote of people between the ensemble and a member.
 
-        `votes`: earlier votes (`votes_on` a saved page). Raises `ConfigError` if all answers are the same.
+        Args:
+            against: Name of the member; the best one if unset.
+            votes: Earlier votes, from `votes_on` a saved page.
+
+        Returns:
+            The HTML.
+
+        Raises:
+            ConfigError: All answers of the two are equal.
+
+        Example:
+            ```python
+            from pathlib import Path
+
+            from specfuse_shared import ConfigError
+
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            try:
+                Path("vote.html").write_text(comparison.to_voting_page(), "utf-8")
+            except ConfigError as error:
+                print(error)
+            ```
         """
         return voting_page(self, against, votes)
 
     def with_votes(self, votes: Mapping[str, str]) -> Comparison:
-        """The comparison with these votes. Votes on other answers do not count; a remark says so."""
+        """The comparison with votes of people, as a further point of the verdict.
+
+        Args:
+            votes: Key of a pair of answers → "left", "right" or "equal" (see `votes_on`).
+
+        Returns:
+            A new comparison. Votes on other answers do not count; a remark says so.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            print(comparison.with_votes({}).votes)
+            ```
+        """
         tally, remaining = counted(self, votes)
         remark = f"{remaining} of {len(votes)} votes are on other answers and do not count"
         return replace(self, votes=tally, remarks=(*self.remarks, remark) if remaining else self.remarks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: verdict, means, differences, habits and costs. The answers are in the run's file."""
+        """The verdict, means, differences, habits and costs as plain JSON. The answers are in the run's file.
+
+        Returns:
+            The numbers, by name.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            print(comparison.to_dict()["verdict"]["headline"])
+            ```
+        """
         return {
             "verdict": asdict(self.verdict),
             "questions": len(self.questions),

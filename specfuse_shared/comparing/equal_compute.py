@@ -79,7 +79,21 @@ class EqualCompute:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self, columns: Mapping[str, Column]) -> dict[str, Any]:
-        """Plain JSON, with the ensemble's differences to the results of the samples."""
+        """The numbers of samples, and the ensemble's differences to them, as plain JSON.
+
+        Args:
+            columns: Scores by name, as in `Comparison.columns`.
+
+        Returns:
+            The fields, and `differences` by system and column.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import EqualCompute
+
+            print(EqualCompute(temperature=0.7, most=32).to_dict({})["samples"])
+            ```
+        """
         return {
             "temperature": self.temperature,
             "most": self.most,

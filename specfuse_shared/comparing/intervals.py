@@ -40,7 +40,18 @@ class Interval:
         return self.high < 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; None instead of infinity."""
+        """The interval as plain JSON.
+
+        Returns:
+            The fields; None instead of infinity, which JSON does not have.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import Interval
+
+            print(Interval(1.0, -0.5, 2.5, rows=100).to_dict())
+            ```
+        """
         return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
 
     def __str__(self) -> str:

@@ -171,6 +171,16 @@ def rate(
 
     Returns:
         Marks, and how often they agree with references.
+
+    Example:
+        ```python
+        from specfuse_shared import EnsembleConfig, demo_members
+        from specfuse_shared.comparing import compare, rate
+
+        asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+        comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+        print(rate(comparison, EnsembleConfig(demo_members()), run="run.jsonl").point.text)
+        ```
     """
     judges = {name: config.only([name]) for name in config.names}
     with RunFile(run) as file:

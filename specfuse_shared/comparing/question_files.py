@@ -48,14 +48,43 @@ class QuestionSet:
 
     @classmethod
     def of(cls, given: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
-        """Questions with unique ids. Raises `ConfigError` if none is left."""
+        """Questions with unique ids.
+
+        Args:
+            given: Questions, their texts, or their fields as mappings.
+            remarks: Remarks about the questions, to be shown in a report.
+
+        Returns:
+            The questions. Duplicate ids were replaced, and a remark says so.
+
+        Raises:
+            ConfigError: There is no question, or one is invalid.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import QuestionSet
+
+            print(QuestionSet.of(["Why is the sky blue?", "Name a prime number."]).questions[1].id)
+            ```
+        """
         made = [_as_question(question) for question in given]
         questions, more = numbered(made)
         return cls(tuple(questions), (*remarks, *more))
 
 
 def own_questions() -> QuestionSet:
-    """The questions of this package: general knowledge and invented documents, in English."""
+    """The questions that come with this package: general knowledge and invented documents, in English.
+
+    Returns:
+        The questions.
+
+    Example:
+        ```python
+        from specfuse_shared.comparing import own_questions
+
+        print(len(own_questions().questions))
+        ```
+    """
     text = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8")
     return QuestionSet(QuestionSet.of(list(_parsed(_json_rows(text), []))).questions, own=True)
 

@@ -120,7 +120,21 @@ class Question(Settings):
         return "\n\n".join(part for part in parts if part)
 
     def params(self, max_tokens: int | None = None) -> SamplingParams:
-        """Greedy decoding; for choices with a grammar of their letters."""
+        """The sampling of an answer: greedy, and for choices with a grammar of their letters.
+
+        Args:
+            max_tokens: The most tokens of the answer, instead of the question's or its kind's limit.
+
+        Returns:
+            The parameters.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import Question
+
+            print(Question("Which planet is the largest?", references=["Jupiter"]).params().max_tokens)
+            ```
+        """
         grammar = Grammar.choice(list(LETTERS[: len(self.choices)])) if self.kind == "choice" else None
         limit = MOST_TOKENS[self.kind or "open"]
         longest = self.max_tokens or (max(max_tokens, limit) if max_tokens and grammar else max_tokens) or limit

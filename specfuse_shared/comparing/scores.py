@@ -34,7 +34,24 @@ class Column:
         return {name: statistics.mean(each) for name, each in self.points.items()}
 
     def between(self, ours: str, theirs: str) -> Interval:
-        """The difference of the first to the second, with its interval."""
+        """The difference between two systems.
+
+        Args:
+            ours: Name of a system.
+            theirs: Name of the system that is subtracted.
+
+        Returns:
+            The mean difference in points, with its 95 % interval.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import compare
+
+            asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+            column = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0).columns["all"]
+            print(column.between("ensemble", column.best))
+            ```
+        """
         return difference(self.points[ours], self.points[theirs])
 
 

@@ -48,6 +48,14 @@ def suggest(
 
     Raises:
         ConfigError: No question has references.
+
+    Example:
+        ```python
+        from specfuse_shared.comparing import suggest
+
+        asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+        print(suggest("demo", asked, run="run.jsonl", max_tokens=8, timed=0).headline)
+        ```
     """
     check_libraries()
     config, question_list = config_of(members), question_set(questions)

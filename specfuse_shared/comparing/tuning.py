@@ -53,9 +53,27 @@ def check_config_file(file: Path) -> None:
 
 
 def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[str] = ()) -> None:
-    """Add or replace `[ensembles.NAME]` in a TOML file, and keep the rest. `why`: lines of a comment.
+    """Add `[ensembles.NAME]` to a TOML file, or replace it, and keep the rest.
 
-    Raises `ConfigError` for an unsuitable ensemble or file, `SpecFuseError` if the file cannot be written.
+    Args:
+        file: The file; it is created if it does not exist.
+        name: The ensemble's name.
+        config: The ensemble.
+        why: Lines of a comment above the settings.
+
+    Raises:
+        ConfigError: The ensemble has objects that TOML cannot express, or the file is not a configuration.
+        SpecFuseError: The file cannot be written.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from specfuse_shared import EnsembleConfig, demo_members
+        from specfuse_shared.comparing import write_ensemble
+
+        write_ensemble(Path("specfuse.toml"), "small", EnsembleConfig(demo_members()), ["for short answers"])
+        ```
     """
     check_writable_config(config)
     check_config_file(file)
@@ -167,6 +185,17 @@ def tune(
 
     Raises:
         ConfigError: There are too few questions, or the ensemble cannot be written to a file; no model was loaded.
+
+    Example:
+        ```python
+        from specfuse_shared import ConfigError
+        from specfuse_shared.comparing import tune
+
+        try:
+            print(tune("demo", "questions.csv", run="run.jsonl").config.names)
+        except ConfigError as error:
+            print(error)
+        ```
     """
     check_libraries()
     config, question_list = config_of(members), question_set(questions)

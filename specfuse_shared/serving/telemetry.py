@@ -48,6 +48,20 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def add(self, value: float) -> None:
+        """Count a value.
+
+        Args:
+            value: The value; it belongs to the first bound that is not below it.
+
+        Example:
+            ```python
+            from specfuse_shared import Histogram
+
+            seconds = Histogram((0.1, 1.0))
+            seconds.add(0.5)
+            print(seconds.counts)
+            ```
+        """
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -84,7 +98,18 @@ class MetricsSnapshot:
     batch_size: Histogram = field(default_factory=lambda: Histogram(BATCHES))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The counters as plain JSON.
+
+        Returns:
+            Name → value. Histograms are objects with `bounds`, `counts` and `total`.
+
+        Example:
+            ```python
+            from specfuse_shared import MetricsSnapshot
+
+            print(MetricsSnapshot().to_dict()["requests"])
+            ```
+        """
         return asdict(self)
 
 

@@ -452,8 +452,8 @@ class PromptEncoder:
         Most tokenizers that put a blank before every text write the template's first one with it, and some do not.
         """
         lead = "" if self.thinks else self._border.lead
-        usual = self.codec.behind(lead[1:] if self.codec.adds_blank else lead)
-        written = self.codec.behind(lead)
+        usual = self.codec.after(lead[1:] if self.codec.adds_blank else lead)
+        written = self.codec.after(lead)
         if written.lead == usual.lead or self._continues(usual) or not self._continues(written):
             return usual
         return written

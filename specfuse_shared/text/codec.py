@@ -75,7 +75,7 @@ class Codec:
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
-    def behind(self, lead: str) -> Self:
+    def after(self, lead: str) -> Self:
         """The codec of answers that follow these blanks."""
         answers = copy.copy(self)
         answers.lead = lead

@@ -109,7 +109,28 @@ def voting_page(comparison: Comparison, against: str | None = None, votes: Mappi
 
 
 def votes_on(path: str | Path) -> dict[str, str]:
-    """The votes in a saved page: key of a pair → "left", "right" or "equal". Raises `ConfigError`."""
+    """The votes in a voting page that was saved after the vote.
+
+    Args:
+        path: The page.
+
+    Returns:
+        Key of a pair of answers → "left", "right" or "equal".
+
+    Raises:
+        ConfigError: The file is not a voting page, or cannot be read.
+
+    Example:
+        ```python
+        from specfuse_shared import ConfigError
+        from specfuse_shared.comparing import votes_on
+
+        try:
+            print(votes_on("vote.html"))
+        except ConfigError as error:
+            print(error)
+        ```
+    """
     try:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -59,6 +59,21 @@ class Answer:
 
     @classmethod
     def of(cls, result: EnsembleResult) -> Self:
+        """The answer of an engine, with what a comparison needs of it.
+
+        Args:
+            result: The engine's result.
+
+        Returns:
+            The answer, without seconds.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import Answer
+
+            print(Answer.of(engine.generate("Why is the sky blue?", max_tokens=8)).text)
+            ```
+        """
         rounds, agreement = result.rounds, result.agreement
         lowest = min((place.share for place in agreement.places), default=1.0) if agreement else 1.0
         return cls(
@@ -80,6 +95,22 @@ class Answer:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """An answer of a run's file.
+
+        Args:
+            data: The fields as plain JSON. Missing ones have their defaults.
+
+        Returns:
+            The answer.
+
+        Example:
+            ```python
+            from specfuse_shared.comparing import Answer
+
+            row = {"text": "Paris", "reason": "stop", "tokens": 1, "forwards": 2, "seconds": 0.1, "first_seconds": 0.1}
+            print(Answer.from_dict(row).text)
+            ```
+        """
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         pieces = tuple((str(who), str(what)) for who, what in values.get("pieces", ()))
         work = tuple((str(who), int(prompt), int(fed)) for who, prompt, fed in values.get("work", ()))

@@ -214,7 +214,7 @@ class ServerSession(Session[SentIds]):
         assert self._constraint is not None
         if not (self._member.dialect.takes_grammars and count > 1 and grammar is not None):
             return
-        if not ids and (rest := grammar.behind(self._text)) is not None:
+        if not ids and (rest := grammar.rest_after(self._text)) is not None:
             yield count, rest
         if dictated := self._constraint.dictated():
             yield count, text_first(dictated)

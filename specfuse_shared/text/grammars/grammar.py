@@ -183,10 +183,21 @@ class Grammar:
             options = None
         return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
 
-    def behind(self, text: str) -> str | None:
-        """A Lark grammar of the text that may follow `text`, if it can be written as one; else None.
+    def rest_after(self, text: str) -> str | None:
+        """A Lark grammar of the text that may follow a beginning of a value, for a server that checks grammars itself.
 
-        JSON has none: other libraries format its values differently.
+        Args:
+            text: The beginning.
+
+        Returns:
+            The grammar, or None if it cannot be written. JSON has none, because libraries format values differently.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar
+
+            print(Grammar.choice(["north", "northeast"]).rest_after("north"))
+            ```
         """
         if self.kind == "choice":
             rest = [o.removeprefix(text) for o in self._options() if o.startswith(text)]
@@ -196,7 +207,21 @@ class Grammar:
         return str(self._part()["lark_grammar"])
 
     def as_rule(self) -> str:
-        """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
+        """The grammar as a part of a larger one.
+
+        Returns:
+            The right-hand side of a Lark rule.
+
+        Raises:
+            GrammarError: This is a Lark grammar, which has rules of its own names.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar
+
+            print(Grammar.choice(["yes", "no"]).as_rule())
+            ```
+        """
         if self.kind == "json_schema":
             return f"%json {_dumps(styled(self.source, self.strict))}"
         if self.kind == "choice":
