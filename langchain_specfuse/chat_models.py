@@ -4,7 +4,8 @@ This module translates between LangChain and the engine. It computes nothing its
 
 - Batches run up to `max_concurrent` calls at once. Ctrl-C cancels them.
 - Custom events report segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
-- A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
+- A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (all settings except keys,
+  engines and local paths).
 - Structured output binds a schema to the model, and parses the values.
 """
 
@@ -109,9 +110,9 @@ class EngineBatches(BaseChatModel):
     ) -> list[AIMessage]:
         """Answers to all inputs."""
         each = self._concurrent_configs(config, len(inputs), kwargs)
-        whole = super().batch
+        batch = super().batch
         flag: Any = return_exceptions
-        [answers] = interruptible(lambda: iter([whole(inputs, each, return_exceptions=flag, **kwargs)]))
+        [answers] = interruptible(lambda: iter([batch(inputs, each, return_exceptions=flag, **kwargs)]))
         return answers
 
     def batch_as_completed(
@@ -260,13 +261,13 @@ class SegmentEvents(BaseChatModel):
         return super().astream_events(input, config, version=version, **kwargs)
 
     def _chunk_callbacks(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
-        """The callbacks that get the chunks of `invoke`. If streaming is disabled, only `segment_events` gets them.
+        """The callbacks that get the chunks of `invoke`; if streaming is disabled, only handlers that report segments.
 
         Other callbacks, such as LangGraph's, would show the chunks as a stream.
         """
         by_tools = self.disable_streaming == "tool_calling" and bool(options.get("tools"))
-        unasked = "stream" in options and not options["stream"]
-        off = self.disable_streaming is True or by_tools or unasked or getattr(self, "streaming", None) is False
+        by_call = "stream" in options and not options["stream"]
+        off = self.disable_streaming is True or by_tools or by_call or getattr(self, "streaming", None) is False
         if run is None or not off:
             return run
         segment_handlers: list[BaseCallbackHandler] = [
@@ -303,7 +304,7 @@ class SegmentEvents(BaseChatModel):
 
 
 def _has_segment_handler(callbacks: Callbacks) -> bool:
-    """Whether a handler already reports segments: if streaming is disabled, `stream` passes it on to `invoke`."""
+    """Whether a handler already reports segments. `stream` adds one, and calls `invoke` if streaming is disabled."""
     handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
     return any(isinstance(handler, _SEGMENT_HANDLERS) for handler in handlers)
 
@@ -520,9 +521,10 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     in `additional_kwargs["reasoning_content"]`. It is not part of the text.
 
     Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
-    in `invalid_tool_calls`, with the finish reason "length". A structured value that it cut is closed, with a
-    `ClosedValueWarning`, if brackets and quotes complete it, and raises `UnfinishedValueError` otherwise. Images and
-    audio raise `RequestError`. Each error of `langchain_specfuse.errors` is an error of the engine and of LangChain.
+    in `invalid_tool_calls`, with the finish reason "length". A structured value that was cut is closed, with a
+    `ClosedValueWarning`, if brackets and quotes complete it. Otherwise, and always with `strict=True`, it raises
+    `UnfinishedValueError`. Images and audio from the user raise `RequestError`. Each error of
+    `langchain_specfuse.errors` is an error of the engine and of LangChain.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -531,9 +533,10 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     """Other ensembles by name, in the form of `members` or `config`. A call selects one with `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
     """The default ensemble, instead of `members`: "demo" or one of `ensembles`. With `base_url`, one of the server's
-    models. Otherwise, one model or a list of them, as in `members`."""
+    models. Without `ensembles` and `base_url`, a model or a list of models, as in `members`."""
     streaming: bool | None = None
-    """False: `stream` yields one chunk, and callbacks get no chunks of `invoke`. True or None: both are streamed."""
+    """False: `stream` yields one chunk, and callbacks get no chunks of `invoke`. Otherwise `stream` yields every
+    segment as a chunk, and callbacks also get the chunks of `invoke`."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         with as_langchain():
@@ -693,7 +696,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             A runnable that returns a value.
 
         Raises:
-            UnfinishedValueError: When called, if `max_tokens` cut the value and brackets and quotes do not complete it.
+            UnfinishedValueError: When called, if `max_tokens` cut the value, unless brackets and quotes complete it and
+                `strict` is not set. With `include_raw` it is returned as the parsing error.
 
         Example:
             ```python

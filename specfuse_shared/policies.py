@@ -9,7 +9,8 @@ They use no tokenizer, tensor or framework. Protocols define the signatures, and
 - An exit policy decides which members leave the answer (SpecFuse, arXiv 2412.07380 v1/v2). Its formulas are a
   reconstruction: the papers' exact ones could not be read.
 
-Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1, vote S_i, verified round t, and
+Q_i, the sum of the votes for member i's candidates.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Unit = Literal["token", "byte"]
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: verifier j's value for candidate i."""
 ROUNDING = 0.3
-"""Tolerance in nats: a log-probability further above 0 is invalid, and two computations of the same one differ by less
-(half precision)."""
+"""Tolerance in nats. A log-probability further above 0 is invalid. In half precision, two computations of one
+log-probability differ by less."""
 
 
 class ScorePolicy(Protocol):
@@ -45,14 +46,14 @@ class ScorePolicy(Protocol):
 
 
 class AggregatePolicy(Protocol):
-    """Turns all verifiers' scores into one score per candidate."""
+    """Turns all verifiers' scores of each candidate into one vote."""
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (ties: see `Electorate._last`).
+        """Gets `scores[j][i]` and `weights[j]` (Σ = 1). Returns each candidate's vote, which is 0 or more.
 
         `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
-        `outsiders(scores, weights, drafters)`: the verifiers, of three or more, whose scores and own drafts this round
-        ignores. If no voter or no candidate would be left, there are no outsiders.
+        `outsiders(scores, weights, drafters)`, which is called with three or more verifiers. It returns the verifiers
+        whose scores and drafts this round ignores. If no voter or no candidate would be left, there are no outsiders.
         """
         ...
 
@@ -61,7 +62,10 @@ class FeedbackPolicy(Protocol):
     """Learns the verifiers' weights from a finished round."""
 
     def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
-        """`scores[j][i]`: verifier j on member i's candidate (n × n); verified rounds count from 1. Returns Σ = 1."""
+        """Gets verifier j's score of member i's candidate, `scores[j][i]` (n × n; 0 if it has none).
+
+        `round_index`: number of verified rounds, from 1. Returns new weights, whose sum is 1.
+        """
         ...
 
 
@@ -77,7 +81,7 @@ class ExitPolicy(Protocol):
     """Decides after a verified round which members leave the answer."""
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
-        """`totals[i]` = Σ over rounds of member i's aggregate score. At least one member has to stay."""
+        """`totals[i]`: sum of the votes for member i's candidates in verified rounds. At least one member stays."""
         ...
 
 
@@ -87,18 +91,20 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
 
 
 PLAUSIBILITY_FACTOR = 1000.0
-"""A candidate is plausible to a verifier if no other one is more than this many times as likely to it."""
+"""A verifier finds a candidate plausible unless its score of another one is more than this many times as high."""
 MAJORITY = 0.5
 """A member with a larger share of the weight outvotes all others together."""
+CONTINUE_PROBABILITY = 0.5
+"""Of equal candidates, a longer one wins if its further tokens have at least this mean probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondedMean:
-    """The weighted mean, but among three or more members, none can carry its own candidate alone.
+    """The weighted mean. Among three or more members, it limits an author's score of its own candidate.
 
     The author's score counts at most `PLAUSIBILITY_FACTOR` times the highest other score. So a member that is sure of
-    its own nonsense cannot carry it, while scores of other members' candidates stay as they are. The scores and drafts
-    of `outsiders` are ignored. A member with over half of the weight is exempt: weak ones do not know its facts.
+    its own nonsense needs a second member that finds it possible. The scores and drafts of `outsiders` are ignored. A
+    member with over half of the weight is exempt, because weaker members may not know what it knows.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -113,8 +119,10 @@ class SecondedMean:
         )
 
     def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[int]:
-        """Verifiers that find only their own draft plausible, if no other verifier finds it so; none if this holds
-        for all."""
+        """Verifiers to whom only their own draft is plausible, if it is plausible to no other verifier.
+
+        If that is true of all verifiers, there are none.
+        """
         trusted = [
             (j, i)
             for j, row in enumerate(scores)
@@ -129,7 +137,8 @@ class SecondedMean:
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
     """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
 
-    With equal weights this also ranks by regret: how much lower each verifier scores a candidate than its own.
+    With equal weights, the order is the order by mean regret: by how much each verifier's log score of a candidate is
+    below the one of its own candidate.
     """
 
     def mean(i: int) -> float:
@@ -148,9 +157,9 @@ def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[
 def rewards(scores: Matrix, plausibility_factor: float | None = None) -> list[float]:
     """r_i: the share of pairwise comparisons that member i's candidate wins, judged by third members. A tie counts ½.
 
-    In a comparison (i, k, j), verifier j compares i's candidate with k's; j is neither i nor k. If all such verifiers
-    are left out, k itself is the verifier. With `plausibility_factor`, a verifier is left out if its favourite
-    candidate is more than that many times as likely as both: it would compare noise.
+    In a comparison (i, k, j), verifier j compares i's candidate with k's; j is neither i nor k. With
+    `plausibility_factor`, a verifier has no opinion if another candidate is more than that many times as likely to it
+    as both, because it would compare noise. If no third verifier has an opinion, k is the verifier.
     """
     n = len(scores)
     if n < 2:
@@ -309,20 +318,20 @@ class MeanProb:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Probability of the first bytes, as many as the shortest candidate has, so that lengths do not matter.
+    """Probability of each candidate's beginning, up to the size of the shortest one: the stretch.
 
     B: bytes of the shortest candidate. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
     If all candidates end the turn, they are complete, and B is the size of the longest: answers are scored in full.
 
-    The end of the turn is a separate event. A candidate that ends within the stretch adds log p(end of turn). A
-    candidate that continues after the text of one that ends is compared up to there and, if a token of it begins there,
-    adds log(1 − p(end of turn)): "end here" against "continue", for a continuation of any length and end.
+    The end of the turn is a separate event. A candidate that ends within the stretch adds log p(end of turn). If a
+    candidate continues the text of one that ends, only that text counts. If one of its tokens begins at that point,
+    log(1 − p(end of turn)) is added. So "end here" is compared with "continue", for continuations of any length.
 
     With whole tokens, the scores of candidates that differ within the stretch are probabilities of events that exclude
-    each other (Σ ≤ 1). So under a weighted mean, a draft whose whole text has half of the weighted probability wins
-    against all that differs from it within the stretch, and against its own beginnings, if they are encoded as its own
-    first tokens. Its continuation may win for it.
+    each other (Σ ≤ 1). So under a weighted mean, a draft whose text has half of the probability wins against all
+    drafts that differ within the stretch. It also wins against its own beginnings, if they are encoded as its first
+    tokens. A longer draft that begins with it may win instead.
     """
 
     per: Unit = "token"
@@ -352,8 +361,8 @@ class Stretch:
 def call_or_text_scores(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
     """Scores that separate tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of one kind.
 
-    Like the end of the turn, a call is a separate event. By their stretches a call would win too often: the grammar
-    forces most of it, while the same wish to answer is spread over many beginnings of a sentence.
+    Like the end of the turn, a call is a separate event. Compared by `Stretch`, calls would win too often: the grammar
+    forces most of a call, while the probability of a text answer is spread over many first words.
     """
     calls = [c for c in candidates if c.call_bytes]
     if not 0 < len(calls) < len(candidates):
@@ -423,8 +432,8 @@ class Electorate:
     """How candidates are compared: the `weights` of the verifiers by name (Σ = 1), and the two policies.
 
     `whole_values`: all candidates are whole values of a grammar. Then the scores of a verifier are scaled to the sum 1,
-    because the text it would have written without the grammar is no option. (Otherwise, on ARC, a strong member loses
-    to weak ones.)
+    because text outside of the grammar is no option. (Otherwise, in ARC's multiple-choice questions, a strong member
+    loses to weak ones.)
     """
 
     score: ScorePolicy
@@ -435,11 +444,10 @@ class Electorate:
     def elect(self, candidates: Sequence[RoundCandidate]) -> Election:
         """Compare candidates by the `logprobs` of every verifier.
 
-        The candidate with the lowest vote leaves, and the rest are compared again without it, until one is left. So no
-        candidate loses because a third one was short. `scores` come from the first comparison, of all candidates;
-        `votes` from the first one without `outsiders`, whose scores and drafts are ignored if others are left. A
-        candidate that `repeats` has vote 0. It loses against every other one; with three or more voters, only against
-        plausible ones.
+        The candidate with the lowest vote is removed, and the rest are compared again, until one is left. So the length
+        of a removed candidate no longer affects the others. `scores` come from the comparison of all candidates,
+        `votes` from the first comparison without `outsiders`. A candidate that `repeats` has vote 0. It loses against
+        every other candidate; with three or more voters, only against those with at least 1/1,000 of the highest vote.
         """
         scores, votes = self._compare(candidates)
         inner = self._without(self._outsiders(scores, candidates), candidates)
@@ -490,7 +498,7 @@ class Electorate:
         """Which of these candidates leaves: the one with the lowest vote; of a tie, the last one.
 
         Candidates with the same scores from every verifier are compared among themselves. If they stay equal, the
-        shortest leaves if the voters give the best continuation a mean probability of at least `MAJORITY` per token.
+        shortest leaves if the voters give the best continuation at least `CONTINUE_PROBABILITY` per token.
         Otherwise the least probable continuation leaves.
         """
         lowest = max(range(len(candidates)), key=lambda n: (-votes[n], n))
@@ -502,7 +510,7 @@ class Electorate:
         if shortest.ends or not longer:
             return candidates[lowest]
         expected = [self._expected(candidate, shortest.size) for candidate in longer]
-        return shortest if max(expected) >= MAJORITY else longer[expected.index(min(expected))]
+        return shortest if max(expected) >= CONTINUE_PROBABILITY else longer[expected.index(min(expected))]
 
     def _expected(self, candidate: RoundCandidate, size: int) -> float:
         """Weighted mean of the verifiers' probabilities of this candidate after its first `size` bytes."""

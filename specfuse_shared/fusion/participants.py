@@ -50,7 +50,7 @@ class Participant:
 
 
 class Participants:
-    """The sides of all `members`, by name; the names of those that are `active`, in the members' order, and of those
+    """All `members` of an answer, `by_name`; the names of those that are `active`, in the members' order, and of those
     among them that sit this round out (`absent`).
 
     Raises `RequestError` on construction, before any model runs, if the request cannot be served.
@@ -75,15 +75,15 @@ class Participants:
             self._check_capacity(member, len(prompts[-1]), len(members))
         sizes = [member.info.report.parameters for member in members]
         weights = first_weights([member.info.weight for member in members], sizes, config.first_weights == "size")
-        self.sides = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
+        self.by_name = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
         self.absent = set[str]()
-        self.reference = self.sides[config.reference_name]
+        self.reference = self.by_name[config.reference_name]
         self._exits: list[MemberExit] = []
         self._leaving: dict[str, Close] = {}
 
     def __getitem__(self, name: str) -> Participant:
-        return self.sides[name]
+        return self.by_name[name]
 
     @property
     def present(self) -> list[str]:
@@ -94,7 +94,7 @@ class Participants:
     def weights(self) -> dict[str, float]:
         """Of the present members; they sum to 1."""
         present = self.present
-        weights = [self.sides[name].weight for name in present]
+        weights = [self[name].weight for name in present]
         return dict(zip(present, weights if len(present) == len(self.active) else normalised(weights), strict=True))
 
     def weigh(self, weights: Sequence[float], limit: float | None) -> None:
@@ -103,20 +103,20 @@ class Participants:
         Absent members keep theirs, within that limit.
         """
         if len(present := self.present) < len(self.active):
-            mass = sum(self.sides[name].weight for name in present)
+            mass = sum(self[name].weight for name in present)
             new = {name: mass * weight for name, weight in zip(present, weights, strict=True)}
-            weights = [new.get(name, self.sides[name].weight) for name in self.active]
+            weights = [new.get(name, self[name].weight) for name in self.active]
         if limit is not None:
-            first = [self.sides[name].first for name in self.active]
+            first = [self[name].first for name in self.active]
             largest = max(w / f for w, f in zip(weights, first, strict=True))
             weights = normalised([max(w, f * largest / limit) for w, f in zip(weights, first, strict=True)])
         for name, weight in zip(self.active, weights, strict=True):
-            self.sides[name].weight = weight
+            self[name].weight = weight
 
     @property
     def prompt_tokens(self) -> Mapping[str, int]:
         """Prompt length of each member."""
-        return {name: len(side.prompt) for name, side in self.sides.items()}
+        return {name: len(participant.prompt) for name, participant in self.by_name.items()}
 
     def drop(
         self,
@@ -132,22 +132,22 @@ class Participants:
             retained = retention[name] if retention else None
             self._exits.append(MemberExit(name, round_index, reason, retained))
         if self.active:
-            for name, weight in zip(self.active, normalised([self.sides[n].weight for n in self.active]), strict=True):
-                self.sides[name].weight = weight
+            for name, weight in zip(self.active, normalised([self[n].weight for n in self.active]), strict=True):
+                self[name].weight = weight
 
     def drop_full(self, round_index: int) -> None:
         """Present members whose context cannot hold another round leave, so that the others can continue."""
-        self.drop([name for name in self.present if self._is_full(self.sides[name])], round_index, "context")
+        self.drop([name for name in self.present if self._is_full(self[name])], round_index, "context")
 
     def may_be_full(self, owed: Mapping[str, str]) -> bool:
         """Whether a present member's context may be full once it has committed the text that it owes."""
         max_tokens = {name: len(owed.get(name, "").encode()) + _REENCODED for name in self.present}
-        return any(self._is_full(self.sides[name], more) for name, more in max_tokens.items())
+        return any(self._is_full(self[name], more) for name, more in max_tokens.items())
 
     def holds(self, name: str, text: str) -> bool:
         """Whether a member that has committed a part of the answer `text` can hold all of it."""
-        side = self.sides[name]
-        return not self._is_full(side, len(side.member.codec.encode(text)) - side.counts.answer)
+        participant = self[name]
+        return not self._is_full(participant, len(participant.member.codec.encode(text)) - participant.counts.answer)
 
     @property
     def exits(self) -> tuple[MemberExit, ...]:
@@ -167,38 +167,38 @@ class Participants:
     def usage(self, text: str) -> Usage:
         """The tokens that each member read, drafted and computed for the answer `text`."""
 
-        def usage(side: Participant) -> MemberUsage:
-            answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
-            counts, work = side.counts, (side.counts.forwards, side.counts.guessed, side.counts.accepted)
-            return MemberUsage(len(side.prompt), side.drafted, counts.computed, answer, counts.thinking, *work)
+        def usage(member: Participant) -> MemberUsage:
+            answer = member.alone if member.alone is not None else len(member.member.codec.encode(text))
+            counts, work = member.counts, (member.counts.forwards, member.counts.guessed, member.counts.accepted)
+            return MemberUsage(len(member.prompt), member.drafted, counts.computed, answer, counts.thinking, *work)
 
-        members = {name: usage(side) for name, side in self.sides.items()}
+        members = {name: usage(participant) for name, participant in self.by_name.items()}
         reference = self.reference.member.name
         return Usage(len(self.reference.prompt), members[reference].answer, reference, members)
 
     def thinking_limit(self, name: str, max_tokens: int) -> int:
         """Maximum tokens of a member's reasoning: `max_tokens`, or less if its context is small."""
-        side = self.sides[name]
-        limit = side.member.context_limit
+        participant = self[name]
+        limit = participant.member.context_limit
         if limit is None:
             return max_tokens
-        return max(1, min(max_tokens, limit - len(side.prompt) - 2 * self._room(len(self.active))))
+        return max(1, min(max_tokens, limit - len(participant.prompt) - 2 * self._room(len(self.active))))
 
     def scoring_prompt(self, name: str, texts: Iterable[str], thoughts: str = "") -> tuple[int, ...]:
         """The ids that a member reads before texts that it scores: its prompt and an empty reasoning, if it reasons.
 
         Raises `RequestError` if its context does not hold one of them.
         """
-        side = self.sides[name]
-        prompt = (*side.prompt, *side.member.text.encode_thoughts(thoughts))
-        needs = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts)
-        if (limit := side.member.context_limit) is not None and needs > limit:
+        participant = self[name]
+        prompt = (*participant.prompt, *participant.member.text.encode_thoughts(thoughts))
+        needs = len(prompt) + max(len(participant.member.codec.encode(text)) for text in texts)
+        if (limit := participant.member.context_limit) is not None and needs > limit:
             raise RequestError(f"a text exceeds the context of member {name!r}: it holds {limit} tokens, not {needs}")
         return prompt
 
-    def _is_full(self, side: Participant, more: int = 0) -> bool:
-        limit = side.member.context_limit
-        used = len(side.prompt) + side.counts.thinking + side.counts.answer + more
+    def _is_full(self, participant: Participant, more: int = 0) -> bool:
+        limit = participant.member.context_limit
+        used = len(participant.prompt) + participant.counts.thinking + participant.counts.answer + more
         return limit is not None and used + self._room(len(self.active)) > limit
 
     def _room(self, members: int) -> int:
@@ -236,9 +236,9 @@ class LaneStats:
 
 @dataclass(slots=True)
 class LeaderPolicy:
-    """The leaders of one answer. `traffic`: the engine's; without it, members run one after another."""
+    """The leaders of one answer. `lane_stats`: the engine's; without it, members run one after another."""
 
-    traffic: LaneStats | None = None
+    lane_stats: LaneStats | None = None
     _won: dict[str, float] = field(default_factory=dict)
     _settled: float = 0.0
     """Share of the last rounds for which one draft was enough."""
@@ -250,22 +250,22 @@ class LeaderPolicy:
         if len(active) < 2 or not all(participants[name].member.info.may_guess for name in active):
             return None
         leader = self._choose(participants, drafters)
-        if self.traffic is None:
+        if self.lane_stats is None:
             return leader
-        lanes = {self.traffic.lane_of[name] for name in active}
-        concurrent = len(lanes - {self.traffic.lane_of[name] for name in self.traffic.elsewhere})
-        concurrent += len(self.traffic.elsewhere & set(active))
+        lanes = {self.lane_stats.lane_of[name] for name in active}
+        concurrent = len(lanes - {self.lane_stats.lane_of[name] for name in self.lane_stats.elsewhere})
+        concurrent += len(self.lane_stats.elsewhere & set(active))
         if concurrent == 1:
             return None if self._reads_all(lanes, len(active)) else leader
-        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * concurrent
+        is_busy = self.lane_stats.answers() >= _ANSWERS_A_LANE * concurrent
         led, at_once = self._round(sum if is_busy else max, self._steps(participants, active), leader, tokens)
         return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
 
     def _reads_all(self, lanes: set[int], members: int) -> bool:
         """Whether each member's weights are read for some answer at any time. On an accelerator a forward pass costs
         that much for any number of answers, so a leader saves nothing and only adds stages that wait."""
-        assert self.traffic is not None
-        return lanes <= self.traffic.accelerated and self.traffic.answers() >= members
+        assert self.lane_stats is not None
+        return lanes <= self.lane_stats.accelerated and self.lane_stats.answers() >= members
 
     def _round(
         self, together: Callable[[Iterable[float]], float], steps: Mapping[str, float], leader: str, tokens: int
@@ -283,7 +283,7 @@ class LeaderPolicy:
 
     def _steps(self, participants: Participants, names: Sequence[str]) -> dict[str, float]:
         """Cost of a forward pass of each member: measured seconds, or bytes of weights before all have run."""
-        measured = self.traffic.step_seconds() if self.traffic is not None else {}
+        measured = self.lane_stats.step_seconds() if self.lane_stats is not None else {}
         if all(measured.get(name) for name in names):
             return {name: 2 ** (round(2 * math.log2(measured[name])) / 2) for name in names}
         return {name: participants[name].member.info.report.memory_bytes or 1 for name in names}

@@ -1,4 +1,4 @@
-"""One round: active members draft and verify, the best candidate is the segment, and weights learn from the scores.
+"""One round: active members draft and verify, the best candidate is the segment, and weights change by the scores.
 
 All members draft at once, or one member, the leader, drafts first. Then the others use its draft as a guess, as in
 speculative decoding. A guess changes no draft: a member still drafts its own text. If that equals the leader's draft,
@@ -34,7 +34,7 @@ from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberAbsence, RoundRecord, RoundTiming
 
 Ask = Callable[[Ops], Awaitable[dict[str, Value]]]
-"""Requests stages from members. Returns the values of those that answered, in the order of the request.
+"""Requests stages from members. Returns the values of those that answered, in the members' order.
 
 Failed members have left the answer by then, and late ones are absent from the round.
 """
@@ -49,7 +49,7 @@ class AnswerContext:
         params: SamplingParams,
         tools: ToolUse,
         constraint: AnswerConstraint | None,
-        traffic: LaneStats | None = None,
+        lane_stats: LaneStats | None = None,
     ) -> None:
         self.config = config
         self.params = params
@@ -61,13 +61,13 @@ class AnswerContext:
         self.feedback_limit = config.feedback_limit if isinstance(config.feedback, str) else None
         self.exit = config.exit_policy()
         self.verified_rounds = 0
-        self.lead = LeaderPolicy(traffic)
-        self.opened = False
+        self.lead = LeaderPolicy(lane_stats)
+        self.first_segment_done = False
         """Whether the first segment is complete. If it was decided early, the next round drafts the rest of it."""
 
     def segment_limit(self, tokens: int) -> int:
         """Maximum tokens of the next drafts of an answer that has `tokens` tokens."""
-        first = 0 if self.opened else (self.config.first_segment_tokens or 0) - tokens
+        first = 0 if self.first_segment_done else (self.config.first_segment_tokens or 0) - tokens
         return max(first, self.config.segment_tokens)
 
     def decodes_plainly(self, active: Sequence[str]) -> bool:
@@ -78,22 +78,22 @@ class AnswerContext:
 class Round:
     """Round `index` of an answer; `ask` requests stages from members.
 
-    `run` drafts, verifies, elects, appends and learns. Then the fields hold the result. `record`: None if no member had
+    `run` does all its steps. Then the fields hold the result. `record`: None if no member had
     a draft. `segment`: the new text. `uncommitted`: text that members have to commit before they draft again.
     `closing`: text without an author that closes the answer. `loop`: the text that a value repeated, if the value was
     closed. `judged`: the draft of a member that decodes alone, if its log-probabilities were requested.
     """
 
     def __init__(
-        self, policies: AnswerContext, participants: Participants, answer: AnswerText, index: int, ask: Ask
+        self, context: AnswerContext, participants: Participants, answer: AnswerText, index: int, ask: Ask
     ) -> None:
-        self._policies = policies
+        self._context = context
         self._participants = participants
         self._answer = answer
         self._index = index
         self._ask = ask
-        self._constraint = policies.constraint
-        self._alone = policies.decodes_plainly(participants.active)
+        self._constraint = context.constraint
+        self._alone = context.decodes_plainly(participants.active)
         self._before = tuple(participants.active)
         self._absent = {n: MemberAbsence(n) for n in self._before if n in participants.absent}
         self._exits = participants.take_exits()
@@ -112,12 +112,12 @@ class Round:
         self.judged: Drafted | None = None
 
     async def run(self) -> None:
-        """Draft and verify until the winner is clear, then append its text and learn from the scores.
+        """Draft and verify until the winner is clear, then trim its text to the answer and learn from the scores.
 
         Members commit the segment with their next drafts, so that it is streamed without waiting for commits.
         """
-        limit = self._policies.segment_limit(self._answer.tokens)
-        for tokens in self._policies.config.draft_limits(limit):
+        limit = self._context.segment_limit(self._answer.tokens)
+        for tokens in self._context.config.draft_limits(limit):
             await self._draft(tokens)
             if len(self._candidates) > 1:
                 await self._verify(tokens)
@@ -156,8 +156,8 @@ class Round:
         if self._alone:
             return await self._ask(self._plain_draft(tokens))
         names = self._willing
-        speculates = self._policies.config.speculation != "off"
-        self._leader = self._policies.lead.leader(self._participants, names, tokens) if speculates else None
+        speculates = self._context.config.speculation != "off"
+        self._leader = self._context.lead.leader(self._participants, names, tokens) if speculates else None
         if self._leader is None:
             return await self._ask({name: self._draft_op(tokens) for name in names})
         drafts = await self._ask({self._leader: self._draft_op(tokens)})
@@ -184,17 +184,17 @@ class Round:
         return Draft(tokens, self._index, self._min_tokens_left, guess)
 
     def _plain_draft(self, tokens: int) -> dict[str, Op]:
-        side, params, top = self._participants[self._present[0]], self._policies.params, None
-        if side is self._participants.reference:
-            tokens = min(tokens, params.max_tokens - side.counts.answer)
+        participant, params, top = self._participants[self._present[0]], self._context.params, None
+        if participant is self._participants.reference:
+            tokens = min(tokens, params.max_tokens - participant.counts.answer)
             top = params.top_logprobs if params.logprobs else None
-        side.alone = side.counts.answer
-        return {side.member.name: DraftAlone(tokens, self._index, self._min_tokens_left, top)}
+        participant.alone = participant.counts.answer
+        return {participant.member.name: DraftAlone(tokens, self._index, self._min_tokens_left, top)}
 
     @property
     def _min_tokens_left(self) -> int:
         """Tokens that are still required before a member may end its turn."""
-        params = self._policies.params
+        params = self._context.params
         return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._answer.tokens)
 
     def _distinct(self, drafts: Mapping[str, Value]) -> list[RoundCandidate]:
@@ -212,11 +212,11 @@ class Round:
         return candidates
 
     def _count(self, name: str, draft: Drafted) -> None:
-        side = self._participants[name]
-        side.drafted += max(0, draft.tokens - self._drafted_tokens.get(name, 0))
+        participant = self._participants[name]
+        participant.drafted += max(0, draft.tokens - self._drafted_tokens.get(name, 0))
         self._drafted_tokens[name] = draft.tokens
         if self._alone:
-            side.alone = (side.alone or 0) + draft.tokens
+            participant.alone = (participant.alone or 0) + draft.tokens
 
     def _candidate(self, name: str, draft: Drafted) -> RoundCandidate:
         """The part of a draft that the grammar admits."""
@@ -232,7 +232,7 @@ class Round:
         return (
             not self._min_tokens_left
             or self._alone
-            or self._answer.tokens_with(text) >= self._policies.params.min_tokens
+            or self._answer.tokens_with(text) >= self._context.params.min_tokens
         )
 
     def _note_absent(self, stage: Literal["draft", "verify"], tokens: int) -> list[str]:
@@ -252,7 +252,7 @@ class Round:
         for name, verdicts in judged.items():
             assert isinstance(verdicts, Verdicts)
             for candidate, logprobs in zip(self._candidates, verdicts.each, strict=True):
-                call_bytes = self._policies.tools.opened_by(candidate.text, after=self._answer.text)
+                call_bytes = self._context.tools.opened_by(candidate.text, after=self._answer.text)
                 candidate.logprobs[name] = replace(logprobs, call_bytes=call_bytes)
         self._seconds["verify"] += time.monotonic() - began
         if late := self._note_absent("verify", tokens):
@@ -274,22 +274,22 @@ class Round:
         if len(candidates) > 1:
             election = self._election()
             self._winner = candidates[election.winner]
-            margin = self._policies.config.margin(whole=self._needs_whole_drafts)
+            margin = self._context.config.margin(whole=self._needs_whole_drafts)
             decided = is_last or election.is_clear(margin)
         else:
             self._winner = candidates[0] if candidates else None
             decided = is_last or (bool(candidates) and len(candidates[0].drafters) == len(self._drafters))
         if decided:
-            self._policies.opened = is_last
+            self._context.first_segment_done = is_last
         return decided
 
     def _election(self) -> Election:
         """Score every candidate, and compare them."""
         for candidate in self._candidates:
-            candidate.repeats = self._policies.config.repetition_guard and self._repeats(candidate)
+            candidate.repeats = self._context.config.repetition_guard and self._repeats(candidate)
         whole = self._bound and all(candidate.finishes for candidate in self._candidates)
         weights = self._participants.weights
-        election = Electorate(self._policies.score, self._policies.aggregate, weights, whole).elect(self._candidates)
+        election = Electorate(self._context.score, self._context.aggregate, weights, whole).elect(self._candidates)
         for index, candidate in enumerate(self._candidates):
             candidate.scores = {name: row[index] for name, row in zip(weights, election.scores, strict=True)}
             candidate.vote = election.votes[index]
@@ -307,13 +307,13 @@ class Round:
 
         One of them ends the answer or begins a tool call, or a grammar allows no free text.
         """
-        tools, before = self._policies.tools, self._answer.text
+        tools, before = self._context.tools, self._answer.text
         return self._bound or any(c.finishes or tools.begins(before + c.text) for c in self._candidates)
 
     @property
     def _bound(self) -> bool:
         """Whether a grammar leaves no free text."""
-        return self._constraint is not None and not self._policies.tools.leaves_text
+        return self._constraint is not None and not self._context.tools.leaves_text
 
     # ── append ───────────────────────────────────────────────────────────────────────────────────
 
@@ -326,7 +326,7 @@ class Round:
         if continues and self._constraint is not None:
             self._constraint.commit(self.segment.text)
         weights = self._participants.weights
-        self._policies.lead.learn(winner.drafters, settled=not verified)
+        self._context.lead.learn(winner.drafters, settled=not verified)
         retention = self._learn() if verified and continues else {}
         self.record = self._record(winner, weights, retention)
         if continues and not self._alone:
@@ -353,7 +353,7 @@ class Round:
         of one member is never cut: it answers as without this package.
         """
         plain, answer, constraint = (winner.text, winner.reason), self._answer.text, self._constraint
-        guards = self._policies.config.repetition_guard and len(self._participants.sides) > 1
+        guards = self._context.config.repetition_guard and len(self._participants.by_name) > 1
         if not guards or self._min_tokens_left:
             return plain
         if constraint is not None and winner.reason is None and (loop := loop_of(answer, winner.text)) is not None:
@@ -376,7 +376,7 @@ class Round:
         text = loop.kept + loop.closer
         if not loop.closer:
             return text, None
-        if self._policies.tools.begins(self._answer.text + text):
+        if self._context.tools.begins(self._answer.text + text):
             rest = constraint.finish_after(text)
             if rest is None:
                 return None
@@ -393,8 +393,8 @@ class Round:
 
     def _own_count(self) -> int | None:
         """Tokens of the answer, this round included, if the reference member decodes alone and so has their count."""
-        side = self._participants.reference
-        return side.alone if self._alone and side.member.name in self._present else None
+        participant = self._participants.reference
+        return participant.alone if self._alone and participant.member.name in self._present else None
 
     def _record(
         self, winner: RoundCandidate, weights: Mapping[str, float], retention: Mapping[str, float]
@@ -421,16 +421,16 @@ class Round:
 
     def _learn(self) -> dict[str, float]:
         """Update the verifiers' weights, then drop members. Returns present members' retention."""
-        policies, participants, present = self._policies, self._participants, self._present
-        policies.verified_rounds += 1
+        context, participants, present = self._context, self._participants, self._present
+        context.verified_rounds += 1
         drafted = {name: next((c for c in self._candidates if name in c.drafters), None) for name in present}
         matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in present] for j in present]
-        weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
-        participants.weigh(weights, policies.feedback_limit)
+        weights = context.feedback(list(participants.weights.values()), matrix, context.verified_rounds)
+        participants.weigh(weights, context.feedback_limit)
         gained = {name: (c.vote or 0.0) if (c := drafted[name]) else 0.0 for name in present}
         for name in participants.active:  # a late member gets the others' average
             participants[name].total += gained[name] if name in gained else sum(gained.values()) / len(gained)
-        decision = policies.exit([participants[name].total for name in present], policies.verified_rounds)
+        decision = context.exit([participants[name].total for name in present], context.verified_rounds)
         retention = dict(zip(present, decision.retention, strict=True)) if decision.retention else {}
         leavers = [present[i] for i in decision.leavers]
         if len(leavers) >= len(present):

@@ -1,4 +1,4 @@
-"""One request: rounds of draft, verify, select, learn and commit, until the answer ends.
+"""One request: rounds of draft, verify, select, learn and exit, until the answer ends.
 
 `AnswerSession` owns the state of one answer: its text, its rounds, and its `Participants`. It runs no
 model. It awaits stages of members, whose requests and results are plain data without tensors.
@@ -72,7 +72,7 @@ class AnswerSession:
         messages: Sequence[Message],
         params: SamplingParams,
         tools: ToolUse | None = None,
-        traffic: LaneStats | None = None,
+        lane_stats: LaneStats | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._tools = tools = replace(tools or ToolUse(), otherwise=params.grammar)
@@ -86,7 +86,7 @@ class AnswerSession:
                 check()
                 member.text.prepare(params.grammar)
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
-        self._policies = AnswerContext(config, params, tools, constraint, traffic)
+        self._context = AnswerContext(config, params, tools, constraint, lane_stats)
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
@@ -134,7 +134,7 @@ class AnswerSession:
         last = await self._run_rounds()
         end = TrimmedSegment("", FinishReason.LENGTH) if last is None else last.segment
         self._finish(end, last)
-        self._emit_last_exits()
+        self._record_last_exits()
         pending_text = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
@@ -146,11 +146,11 @@ class AnswerSession:
     async def _run_rounds(self) -> Round | None:
         """Rounds until the answer ends. Returns the last one, or None if no member is left."""
         while True:
-            await self._gather()
+            await self._prepare_round()
             self.events.extend(map(ExitEvent, self.participants.exits))
             if not self._active:
                 return None
-            current = Round(self._policies, self.participants, self._answer, self._next, self._ask)
+            current = Round(self._context, self.participants, self._answer, self._round_number, self._ask)
             await current.run()
             self._late.count(self._active, self.participants.absent)
             self._loops += [current.loop] if current.loop else []
@@ -167,34 +167,34 @@ class AnswerSession:
         return self.participants.active
 
     @property
-    def _next(self) -> int:
-        """Number of the current round, or of the next one between rounds."""
+    def _round_number(self) -> int:
+        """Number of the round that runs, or that begins next."""
         return len(self._rounds) + 1
 
     def _end_of_round(self) -> float | None:
-        seconds = self._policies.config.round_seconds
+        seconds = self._context.config.round_seconds
         return None if seconds is None else time.monotonic() + seconds
 
-    async def _gather(self) -> None:
+    async def _prepare_round(self) -> None:
         """Begin a round without the members that are still late. If all are late, wait for one of them."""
-        config, late = self._policies.config, self._late.running
+        config, late = self._context.config, self._late.running
         for name in self._late.lost(config.late_rounds, config.late_rounds * (config.round_seconds or 0.0)):
             if set(self._active) - late.keys():
                 self._leave_late(name)
         while True:
             self.participants.absent, self._round_ends = set(late), self._end_of_round()
-            # commit first: both conditions below depend on the number of tokens
-            plain = self._policies.decodes_plainly(self._active)
+            # commit first: plain decoding and `drop_full` need the number of committed tokens
+            plain = self._context.decodes_plainly(self._active)
             if self.participants.present and (plain or self.participants.may_be_full(self._owed)):
                 await self._ask({})
-            self.participants.drop_full(self._next)
+            self.participants.drop_full(self._round_number)
             if self.participants.present or not self._active:
                 return
             closes = self.participants.take_closes()
-            self._take_late(await Wanted(closes, unwaited=self._release_late(closes)))
+            self._take_results(await Wanted(closes, unwaited=self._release_late(closes)))
 
     def _opening(self) -> dict[str, Op]:
-        seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
+        seed, speculates = self.seed or 0, self._context.config.speculation == "auto"
         return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
     async def _think(self) -> None:
@@ -215,7 +215,7 @@ class AnswerSession:
     async def _ask(self, ops: Ops) -> dict[str, Value]:
         """Run stages and return their values, in the members' order. Members that fail leave the answer.
 
-        Members that left before are closed. Text that is not committed yet is sent along: within drafts, or as a
+        Members that left earlier get a `Close`. Text that is not committed yet is sent along: within drafts, or as a
         `Commit` to members without a stage here. Members that are late are absent from then on.
         """
         sent = self._with_commits(ops)
@@ -224,7 +224,7 @@ class AnswerSession:
         closes = self.participants.take_closes()
         results = await Wanted({**closes, **sent}, self._deadline(sent), self._release_late(closes))
         values: dict[str, Value] = {}
-        self._take_late(results)
+        self._take_results(results)
         for name, op in sent.items():
             if name not in results:
                 self._late.add(name, op)
@@ -244,19 +244,19 @@ class AnswerSession:
 
     def _deadline(self, ops: Ops) -> Deadline | None:
         """When members count as late for these stages; None if the answer waits for all."""
-        traffic = self._policies.lead.traffic
-        if self._round_ends is None or traffic is None or len(self._active) == 1:
+        lane_stats = self._context.lead.lane_stats
+        if self._round_ends is None or lane_stats is None or len(self._active) == 1:
             return None
         present = self.participants.present
         return Deadline(
             self._round_ends,
-            self._policies.config.round_grace,
-            {name: traffic.clock_of(name) for name in present},
+            self._context.config.round_grace,
+            {name: lane_stats.clock_of(name) for name in present},
             frozenset(present) - ops.keys(),
             frozenset(n for n, op in ops.items() if isinstance(op, Open) and self.participants[n].member.info.thinks),
         )
 
-    def _take_late(self, results: Results) -> None:
+    def _take_results(self, results: Results) -> None:
         """Take results. Late members among them are back, or have failed in the meantime."""
         for name, result in results.items():
             self.participants[name].counts = result.counts
@@ -266,12 +266,12 @@ class AnswerSession:
             if result.error is not None:
                 self._drop_failed(name, op.stage, result.error)
             elif not self.participants.holds(name, self.text):
-                self.participants.drop([name], self._next, "context")
+                self.participants.drop([name], self._round_number, "context")
 
     def _release_late(self, closes: Ops) -> frozenset[str]:
-        """Members among these that are late. The answer does not wait for them to close: their stages give no result.
+        """Stop tracking the late members among `closes`, and return them.
 
-        It waits for the member that scores it next.
+        The answer does not wait until they have closed. It does wait for the reference member if that scores it next.
         """
         judge = self.participants.reference.member.name if self._params.logprobs else None
         late = frozenset(name for name in closes if name in self._late.running and name != judge)
@@ -281,7 +281,7 @@ class AnswerSession:
 
     def _leave_late(self, name: str) -> None:
         rounds, stage = self._late.missed[name], self._late.running[name].stage
-        self.participants.drop([name], self._next, "late")
+        self.participants.drop([name], self._round_number, "late")
         message = f"member {name!r} was late for {rounds} rounds in a row and left the answer"
         self._warn(name, stage, message, TimeoutError.__name__)
 
@@ -293,7 +293,7 @@ class AnswerSession:
             error = GenerationError(message, member=name, text=self.text, public=public)
             error.add_note(fault.details)
             raise error
-        self.participants.drop([name], self._next, "fault")
+        self.participants.drop([name], self._round_number, "fault")
         self._warn(name, stage, f"member {name!r} failed in {stage} and left the answer: {fault.message}", fault.kind)
 
     def _warn(self, name: str, stage: StageName, message: str, kind: str) -> None:
@@ -331,7 +331,7 @@ class AnswerSession:
         return [self.events.pop()]
 
     def _with_the_rest(self, event: Event, logprobs: Sequence[TokenLogprob] | None) -> Event:
-        """The last text with the log-probabilities that no text before it had."""
+        """The event of the last text, with all log-probabilities that were not reported yet."""
         assert isinstance(event, SegmentEvent)
         assert self._logprobs is not None
         return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.reported))
@@ -348,7 +348,7 @@ class AnswerSession:
             self.events.append(event)
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
-    def _emit_last_exits(self) -> None:
+    def _record_last_exits(self) -> None:
         """Add members that left after the last round, for example with a full context, to its record."""
         if self._rounds:
             recorded = self._rounds[-1].exits
@@ -356,9 +356,12 @@ class AnswerSession:
             self._rounds[-1] = replace(self._rounds[-1], exits=(*recorded, *gone_now))
 
     def _finish(self, end: TrimmedSegment, last: Round | None) -> None:
-        """Emit what was held back, up to the stop string, and close the answer. An incomplete call may end it."""
+        """Emit the text that was held back, up to the stop string.
+
+        An answer may end within a tool call. Raises `UnfinishedValueError` if another value is incomplete.
+        """
         is_cut = end.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
-        constraint = self._policies.constraint if end.stop is None else None
+        constraint = self._context.constraint if end.stop is None else None
         unfinished = constraint is not None and not constraint.accepts(end.text)
         if is_cut and constraint is not None:
             closing = "" if last is None else last.closing
@@ -370,7 +373,7 @@ class AnswerSession:
             limit = f"max_tokens={self._params.max_tokens} was too small"
             reason = limit if is_cut else "no member produced a valid continuation"
             loop = loop_of("", self.text)
-            looped = f", while it said {loop.said[:80]!r} repeatedly" if loop is not None and loop.closer else ""
+            looped = f" (the answer repeated {loop.said[:80]!r})" if loop is not None and loop.closer else ""
             message = f"the answer could not be completed: {reason}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
@@ -382,8 +385,8 @@ class AnswerSession:
         They describe the final text, as it was cut, no matter which member wrote it and whether the reference member
         left the answer. None if the member fails.
         """
-        side = self.participants.reference
-        name, verdicts = side.member.name, None
+        participant = self.participants.reference
+        name, verdicts = participant.member.name, None
         verify = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
         try:
             prompt = self.participants.scoring_prompt(name, [self.text], self._thoughts.get(name, ""))
@@ -400,7 +403,7 @@ class AnswerSession:
         await Wanted({name: Close()})
         if not isinstance(verdicts, Verdicts):
             return None
-        return token_logprobs(side.member.codec, verdicts)
+        return token_logprobs(participant.member.codec, verdicts)
 
     def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer has not ended"
@@ -410,7 +413,7 @@ class AnswerSession:
             stop_sequence=last.stop.stop if last.stop else None,
             usage=usage,
             rounds=tuple(self._rounds),
-            members=tuple(self.participants.sides),
+            members=tuple(self.participants.by_name),
             seed=self.seed,
             prefill_seconds=self._prefilled,
             first_segment_seconds=self._answer.first_seconds,
@@ -426,8 +429,8 @@ class AnswerSession:
 class ScoringSession:
     """One prompt and texts that the members score as answers to it. `scores`: by member, log p of each text.
 
-    A session like `AnswerSession`, whose answer is empty. A member that fails has no scores. If all fail, `run` raises
-    `GenerationError`. Raises `RequestError` on construction if the request cannot be served.
+    It has the interface of `AnswerSession`, with an empty answer. A member that fails has no scores. If all fail, `run`
+    raises `GenerationError`. Raises `RequestError` on construction if the request cannot be served.
     """
 
     text = ""
@@ -443,7 +446,7 @@ class ScoringSession:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.participants = Participants(config, members, messages, tools.offered, check)
-        self._prompts = {name: self.participants.scoring_prompt(name, texts) for name in self.participants.sides}
+        self._prompts = {name: self.participants.scoring_prompt(name, texts) for name in self.participants.by_name}
         self._questions = tuple(ScoringQuery(text, False) for text in texts)
         thoughts = {name: len(prompt) - len(self.participants[name].prompt) for name, prompt in self._prompts.items()}
         self.max_tokens = max(thoughts[m.name] + len(m.codec.encode(text)) for m in members for text in texts)
@@ -453,18 +456,18 @@ class ScoringSession:
 
     async def run(self) -> None:
         """Awaits stages of members."""
-        began, sides = time.monotonic(), self.participants.sides
+        began, by_name = time.monotonic(), self.participants.by_name
         params = SamplingParams(max_tokens=max(1, self.max_tokens))
         opened = await Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
         faults = {name: result.error for name, result in opened.items() if result.error is not None}
-        ready = [name for name in sides if name not in faults]
+        ready = [name for name in by_name if name not in faults]
         judged = await Wanted({name: Verify(self._questions) for name in ready}) if ready else {}
         for name in ready:
             if (fault := judged[name].error) is not None:
                 faults[name] = fault
             elif isinstance(verdicts := judged[name].value, Verdicts):
                 self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
-        await Wanted({name: Close(remember=name in self.scores) for name in sides})
+        await Wanted({name: Close(remember=name in self.scores) for name in by_name})
         self._finish(faults, time.monotonic() - began)
 
     def _finish(self, faults: Mapping[str, Fault], seconds: float) -> None:
@@ -474,6 +477,6 @@ class ScoringSession:
             raise GenerationError(f"{what}: {fault.message}", member=name, text="", public=f"{what} ({fault.kind})")
         self.finished = True
         usage = self.participants.usage("")
-        members = tuple(self.participants.sides)
+        members = tuple(self.participants.by_name)
         result = EnsembleResult("", FinishReason.STOP, None, usage, (), members, None, 0.0, None, seconds)
         self.events.append(FinishEvent(result))

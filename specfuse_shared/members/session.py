@@ -140,14 +140,14 @@ class Session(ABC, Generic[C]):
         match op:
             case Open():
                 return self.prefill()
-            case Think(limit=limit, most=most):
+            case Think(limit=limit, total_limit=most):
                 return self.think(limit, most)
             case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess, commit=commit):
                 return self.draft(limit, number, min_tokens_left, guess, commit)
             case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left, top=top):
                 return self.draft_alone(limit, number, min_tokens_left, top)
-            case Verify(questions=questions, top=count):
-                return self.verify(questions, count)
+            case Verify(candidates=candidates, top=count):
+                return self.verify(candidates, count)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")

@@ -1,10 +1,10 @@
-"""A member as the coordinator of an answer sees it, the lane that runs it, and the data that they exchange.
+"""The interface between answers (`fusion`) and members: a member, its lane, and the data that they exchange.
 
 - `Member` has plain facts about a language model (`MemberInfo`) and its text side: template and tokenizer are always
   local.
 - `Lane` runs the models of members. It takes whole stages of a round and returns their results.
-- `StageRequest` says what a member should do for an answer, and `StageResult` what came of it. Both are plain data,
-  which can be sent to another process or machine. They hold text and numbers. The only token ids among them are those
+- `StageRequest` names a stage of a member for an answer, and `StageResult` has its result. Both are plain data, which
+  can be sent to another process or machine. They hold text and numbers. The only token ids among them are those
   of prompts, of drafts with `logprobs`, and of the most probable alternatives.
 """
 
@@ -22,7 +22,7 @@ from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import MemberReport, StageName
 
-# ── asked ────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """Think up to `limit` more tokens, `most` in all, before the answer begins → `Thought`."""
+    """Think up to `limit` more tokens, `total_limit` in all, before the answer begins → `Thought`."""
 
     stage: ClassVar[StageName] = "think"
     limit: int
-    most: int
+    total_limit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Continue the answer by at most `limit` own tokens, cut where every member can continue → `Drafted`.
+    """Continue the answer by about `limit` tokens, up to a word's end, where every tokenizer can continue → `Drafted`.
 
     `min_tokens_left`: the turn may end only after this number of tokens. `guess`: a predicted draft, which affects
     speed, not output. `commit`: text that is already part of the answer, to be committed first.
@@ -63,9 +63,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DraftAlone:
-    """Plain decoding for the last active member: `limit` further tokens, committed as drafted → `Drafted`.
+    """Plain decoding for the last active member: at most `limit` tokens, committed as drafted → `Drafted`.
 
-    `top`: also judge the tokens, with this number of most probable alternatives for each.
+    `top`: also return log p of each token, with this number of most probable alternatives; None: without log p.
     """
 
     stage: ClassVar[StageName] = "draft"
@@ -89,13 +89,13 @@ class ScoringQuery:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
+    """Compute log p of candidates for the next segment, in the member's own tokens → `Verdicts`.
 
     `top`: number of most probable alternatives to return for each token.
     """
 
     stage: ClassVar[StageName] = "verify"
-    questions: tuple[ScoringQuery, ...]
+    candidates: tuple[ScoringQuery, ...]
     top: int = 0
 
 
@@ -131,7 +131,7 @@ class StageRequest:
     op: Op
 
 
-# ── answered ─────────────────────────────────────────────────────────────────────────────────────
+# ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Each candidate as the verifier sees it, in their order.
+    """Each candidate as the verifier sees it, in the order of the request.
 
     `tops`: the most probable alternatives to each token of each candidate, if requested.
     """
@@ -183,7 +183,7 @@ class Closed:
 class TokenCounts:
     """Tokens of one answer so far, in the member's own encoding.
 
-    `answer`: committed ones. `thinking`: of its reasoning, between its prompt and the answer.
+    `answer`: committed tokens. `thinking`: tokens of the member's reasoning, which lie between prompt and answer.
     `computed`: tokens that went through the model after the prompt, in `forwards` forward passes. `guessed`: guesses
     among them, with `accepted` right ones.
     """
@@ -203,7 +203,7 @@ NOTHING_YET = TokenCounts()
 class Fault:
     """Why a stage failed: the error's class and message, and where it came from (`details`, for logs).
 
-    `is_fatal`: the whole lane broke, with all its members.
+    `is_fatal`: a lane of this process broke in an unknown state, so the engine must stop.
     """
 
     kind: str
@@ -260,13 +260,13 @@ def ignore_steps(member: str, answers: int, seconds: float, steps: int = 1) -> N
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """Facts about a loaded member, for admission and the coordinator.
+    """Facts about a loaded member, for admission and answers.
 
     `devices`: its devices, each with the share of the caches on it; empty if its memory is managed elsewhere.
-    `thinks`: it reasons before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
-    `report`: facts for users. `drafts_under_grammar`: whether it drafts under a grammar, or only judges.
-    `cache_tokens`: its cache is preallocated and holds this number of tokens of all answers, and `cache_branches`
-    branches; None if answers allocate memory as needed.
+    `thinks`: it reasons before it answers. `smallest_row`: tokens in its smallest cache row (a power of two) or page.
+    `report`: facts for users. `drafts_under_grammar`: whether it also drafts under a grammar.
+    `cache_tokens`, `cache_branches`: tokens and parallel sequences that its preallocated cache holds for all answers;
+    None if answers allocate memory as needed.
     `may_guess`: it supports guesses of the next tokens (`EnsembleConfig.speculation`).
     """
 
@@ -295,7 +295,7 @@ class TextSide(Protocol):
 
     @property
     def codec(self) -> Codec:
-        """Its canonical encoding of answers."""
+        """Encodes an answer as the tokenizer encodes the whole text, no matter which tokens were drafted."""
         ...
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -307,7 +307,7 @@ class TextSide(Protocol):
         ...
 
     def prepare(self, grammar: Grammar | None = None) -> None:
-        """Prepare for answers under this grammar, or any. Raises `ConfigError` if the tokenizer does not support it."""
+        """Prepare for answers under this grammar; None: any. Raises `ConfigError` if the tokenizer has no support."""
         ...
 
 
@@ -336,7 +336,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Bytes of running answers and of remembered prefixes, and all prompt tokens so far that prefixes saved."""
+    """Bytes of running answers and of remembered prefixes; prompt tokens so far that came from such a prefix."""
 
     cache_bytes: int = 0
     prefix_bytes: int = 0
@@ -364,7 +364,7 @@ class Lane(Protocol):
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes for answers on each device, after loading the weights. Equal names of devices are one device."""
+        """Bytes for answers on each device, after loading the weights. Lanes that name the same device share it."""
         ...
 
     def remember(self, limits: Mapping[str, int]) -> None:
@@ -376,7 +376,7 @@ class Lane(Protocol):
         ...
 
     def submit(self, requests: Sequence[StageRequest]) -> None:
-        """Run stages; the stages of one call are drafted and verified together if possible."""
+        """Run stages; the stages of one call share forward passes if possible."""
         ...
 
     def cache_use(self) -> CacheUse:

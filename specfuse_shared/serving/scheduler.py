@@ -99,7 +99,7 @@ class QueueSlots:
             self._give_up(place)
             raise
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Return a slot: its request is over, or was never submitted."""
         with self._lock:
             while self._asking:
@@ -142,7 +142,7 @@ class QueueSlots:
 
     def _give_up(self, place: Future[None]) -> None:
         if not place.cancel() and place.exception() is None:
-            self.leave()
+            self.release()
 
 
 def _timed_out() -> RequestTimeoutError:
@@ -202,7 +202,7 @@ _SECONDS_OF_A_WAIT = 0.2 if sys.platform == "win32" and sys.version_info < (3, 1
 class EventStream(Iterator[Event]):
     """The events of one answer. The answer stops when the stream is closed or no longer referenced.
 
-    `engine`: referenced until the answer is over.
+    `engine`: kept alive by this reference until the answer is over.
     """
 
     def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None], engine: object) -> None:
@@ -253,7 +253,7 @@ def result_of(events: Iterator[Event]) -> EnsembleResult:
 def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exceptions: bool) -> list[Any]:
     """Start all streams, then take the result of each.
 
-    Once all have ended, the first failure is raised. With `return_exceptions`, failures are returned in their places.
+    Once all have ended, the first failure is raised. With `return_exceptions`, a failure takes its answer's place.
     """
 
     def outcome(step: Callable[[], Any]) -> Any:
@@ -295,13 +295,13 @@ class LaneDiedError(RuntimeError):
 class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
-    def __init__(self, assembly: Assembly, budget: Budget, places: QueueSlots, metrics: Metrics) -> None:
+    def __init__(self, assembly: Assembly, budget: Budget, slots: QueueSlots, metrics: Metrics) -> None:
         self._assembly = assembly
         self._own = assembly.own
         self._budget = budget
         self._metrics = metrics
-        self.places = places
-        self.traffic = lane_stats_of(assembly, metrics, lambda: len(self._running))
+        self.slots = slots
+        self.lane_stats = lane_stats_of(assembly, metrics, lambda: len(self._running))
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
         self._queue = deque[Request]()
@@ -318,7 +318,7 @@ class Scheduler:
         self._worker.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. It holds a queue slot (`places`), which the scheduler returns when the answer is over."""
+        """Queue a request. It holds a queue slot (`slots`), which the scheduler returns when the answer is over."""
         request.needs = self._budget.needs(request.session)
         with self._changed:
             self._check_open()
@@ -340,7 +340,7 @@ class Scheduler:
             if self._closed is None:
                 self._closed = EngineClosedError()
             self._changed.notify_all()
-        self.places.close(self._closed)
+        self.slots.close(self._closed)
         if threading.current_thread() is not self._worker:
             self._worker.join()
             self._trim.busy()
@@ -380,7 +380,7 @@ class Scheduler:
             with self._changed:
                 self._closed = self._failure = _broken(type(error).__name__, str(error))
                 self._changed.notify_all()
-            self.places.close(self._closed)
+            self.slots.close(self._closed)
         why = self._closed or EngineClosedError()
         for request in [*self._running.values(), *self._queue]:
             if not request.over:
@@ -453,7 +453,7 @@ class Scheduler:
         waiting, self._wanted = self._wanted, []
         by_lane: dict[int, list[StageRequest]] = defaultdict(list)
         for request in waiting:
-            by_lane[self.traffic.lane_of[request.member]].append(request)
+            by_lane[self.lane_stats.lane_of[request.member]].append(request)
         for number, requests in by_lane.items():
             self._assembly.lanes[number].submit(requests)
 
@@ -554,7 +554,7 @@ class Scheduler:
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
-                self.places.leave()
+                self.slots.release()
         self._metrics.ended("cancelled" if error is None else "failed")
         self._remove_if_free(request)
         self._send(request, error or EngineClosedError("the request was cancelled"))
@@ -563,7 +563,7 @@ class Scheduler:
         with self._changed:
             if not request.held and self._running.pop(request.number, None) is not None:
                 self._budget.free(request.needs)
-                self.places.leave()
+                self.slots.release()
                 if not self._running:
                     self._trim.idle()
 
@@ -647,33 +647,33 @@ class Submitter:
         self._scheduler = scheduler
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="specfuse-opening")
 
-    def open(self, opening: PendingCall, deliver: Deliver) -> Request:
+    def open(self, call: PendingCall, deliver: Deliver) -> Request:
         """Queue a call; returns its request. Raises `RequestError` before any model runs if it cannot be served."""
-        self._scheduler.places.take(opening.seconds_left)
-        return self._submit(opening, deliver)
+        self._scheduler.slots.take(call.seconds_left)
+        return self._submit(call, deliver)
 
-    async def aopen(self, opening: PendingCall, deliver: Deliver) -> Request:
+    async def aopen(self, call: PendingCall, deliver: Deliver) -> Request:
         """`open` without blocking the event loop.
 
         If the call is cancelled, its thread stops at the next check, or its queued request is cancelled.
         """
-        await self._scheduler.places.atake(opening.seconds_left)
-        submit = partial(copy_context().run, self._submit, opening, deliver)
+        await self._scheduler.slots.atake(call.seconds_left)
+        submit = partial(copy_context().run, self._submit, call, deliver)
         try:
             submitting = asyncio.get_running_loop().run_in_executor(self._pool, submit)
         except RuntimeError as error:  # the engine was closed meanwhile
-            self._scheduler.places.leave()
+            self._scheduler.slots.release()
             raise EngineClosedError() from error
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            opening.cancelled = True
-            submitting.add_done_callback(self._cancel_late)
+            call.cancelled = True
+            submitting.add_done_callback(self._cancel_submitted)
             raise
 
     def check(self) -> None:
         """Raises `EngineBusyError` if no queue slot is free and `when_busy="raise"`."""
-        self._scheduler.places.check()
+        self._scheduler.slots.check()
 
     def cancel(self, request: Request) -> None:
         self._scheduler.cancel(request)
@@ -681,11 +681,11 @@ class Submitter:
     def close(self) -> None:
         self._pool.shutdown(wait=False)
 
-    def _submit(self, opening: PendingCall, deliver: Deliver) -> Request:
+    def _submit(self, call: PendingCall, deliver: Deliver) -> Request:
         try:
-            span = AnswerSpan(opening.config.names, opening.params)
+            span = AnswerSpan(call.config.names, call.params)
         except Exception:
-            self._scheduler.places.leave()
+            self._scheduler.slots.release()
             raise
 
         def observed(item: Event | Exception) -> None:
@@ -693,22 +693,22 @@ class Submitter:
             deliver(item)
 
         try:
-            opening.check()
-            request = Request(self._session(opening), observed, opening.deadline)
+            call.check()
+            request = Request(self._session(call), observed, call.deadline)
             self._scheduler.submit(request)
         except Exception as error:
-            self._scheduler.places.leave()
+            self._scheduler.slots.release()
             span.observe(error)
             raise
         return request
 
-    def _session(self, opening: PendingCall) -> AnswerSession | ScoringSession:
-        members = [member for member in self._members if member.name in opening.config.names]
-        traffic, check = self._scheduler.traffic, opening.check
-        if opening.texts:
-            return ScoringSession(opening.config, members, opening.messages, opening.texts, opening.tools, check)
-        return AnswerSession(opening.config, members, opening.messages, opening.params, opening.tools, traffic, check)
+    def _session(self, call: PendingCall) -> AnswerSession | ScoringSession:
+        members = [member for member in self._members if member.name in call.config.names]
+        lane_stats, check = self._scheduler.lane_stats, call.check
+        if call.texts:
+            return ScoringSession(call.config, members, call.messages, call.texts, call.tools, check)
+        return AnswerSession(call.config, members, call.messages, call.params, call.tools, lane_stats, check)
 
-    def _cancel_late(self, submitting: asyncio.Future[Request]) -> None:
+    def _cancel_submitted(self, submitting: asyncio.Future[Request]) -> None:
         if not submitting.cancelled() and submitting.exception() is None:
             self.cancel(submitting.result())

@@ -81,7 +81,7 @@ class ToolUse:
     @property
     def leaves_text(self) -> bool:
         """Whether the answer may also be free text."""
-        return bool(self.offered) and self.choice == "auto"
+        return bool(self.offered) and self.choice == "auto" and self.otherwise is None
 
     def grammar(self) -> Grammar | None:
         """The grammar of the whole answer: `otherwise`, or the calls that it may contain instead.

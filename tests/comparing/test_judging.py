@@ -31,7 +31,7 @@ class JudgeLane(ScriptedLane):
     def _value(self, key, request):  # type: ignore[no-untyped-def]
         if isinstance(request.op, Verify):
             good = not self.blind and (hash("sea") in self.about[key])
-            marks = [question.text for question in request.op.questions]
+            marks = [question.text for question in request.op.candidates]
             logprobs = [-abs(int(mark) - (5 if good else 1)) - 0.5 for mark in marks]
             return Verdicts(
                 tuple(CandidateLogprobs(m, False, (p,), (1,)) for m, p in zip(marks, logprobs, strict=True))

@@ -77,16 +77,16 @@ def test_on_a_card_that_reads_all_weights_anyway_no_member_leads() -> None:
 def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str], fast: set[int]) -> None:
     member: Any = SimpleNamespace(name="m", devices=dict.fromkeys(devices, 1.0))
     assembly: Any = SimpleNamespace(lanes=(SimpleNamespace(members=(member,)),))
-    traffic = lane_stats_of(assembly, Metrics(), lambda: 7)
-    assert (traffic.lane_of, traffic.answers(), traffic.accelerated) == ({"m": 0}, 7, fast)
+    lane_stats = lane_stats_of(assembly, Metrics(), lambda: 7)
+    assert (lane_stats.lane_of, lane_stats.answers(), lane_stats.accelerated) == ({"m": 0}, 7, fast)
 
 
 def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() -> None:
     both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
-    traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
-    assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
+    lane_stats = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
+    assert lane_stats.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
-        result = LeaderPolicy(replace(traffic, step_seconds=lambda value=seconds: value))  # type: ignore[misc]
+        result = LeaderPolicy(replace(lane_stats, step_seconds=lambda value=seconds: value))  # type: ignore[misc]
         for _ in range(10):
             result.learn(["small"], settled=True)
         assert is_worth(result) == pays
@@ -146,7 +146,7 @@ def test_an_engine_measures_the_seconds_that_choose_its_leaders(tmp_path: Any) -
     with EnsembleEngine(EnsembleConfig(members)) as engine:
         engine.generate("moon", SamplingParams(max_tokens=8))
         counted = engine.metrics()
-        traffic = engine._scheduler.traffic
-        for name, seconds in traffic.step_seconds().items():
+        lane_stats = engine._scheduler.lane_stats
+        for name, seconds in lane_stats.step_seconds().items():
             assert seconds == pytest.approx(counted.forward_seconds[name] / counted.forwards[name])
-        assert set(traffic.step_seconds()) == {"one", "two"}
+        assert set(lane_stats.step_seconds()) == {"one", "two"}

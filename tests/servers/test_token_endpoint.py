@@ -140,7 +140,7 @@ def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEng
         with EnsembleEngine(replace(config, members=members, reference=None)) as engine:
             scheduler = engine.load()._scheduler
             assert scheduler is not None
-            scheduler.traffic = replace(scheduler.traffic, step_seconds=lambda: {"quick": 0.01, "slow": 1.0})
+            scheduler.lane_stats = replace(scheduler.lane_stats, step_seconds=lambda: {"quick": 0.01, "slow": 1.0})
             ways.asked.clear()
             result = engine.generate(QUESTIONS[3], LONG)
         led = [record for record in result.rounds if record.leader == "quick"]

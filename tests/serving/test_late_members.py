@@ -137,7 +137,9 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
         ]
         with fake(*lanes) as engine:
             engine.load()
-            engine._scheduler.traffic = replace(engine._scheduler.traffic, step_seconds=lambda: {"a": 1.0, "b": 1.0})
+            engine._scheduler.lane_stats = replace(
+                engine._scheduler.lane_stats, step_seconds=lambda: {"a": 1.0, "b": 1.0}
+            )
             result = engine.generate("tell me", PARAMS)
             assert {name for names in absent(result) for name in names} == {lead}
 

@@ -104,7 +104,7 @@ class OpenAnswer:
 
     @property
     def participants(self) -> dict[str, Side]:
-        sides = self._session.participants.sides
+        sides = self._session.participants.by_name
         return {name: Side(entry[0], sides[name]) for name, entry in self.lane._sessions.items()}
 
     def events(self) -> Iterator[Event]:

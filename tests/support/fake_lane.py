@@ -181,7 +181,7 @@ class FakeLane:
                     self.answers[key] += text
                 self.computed[key] += len(words)
                 return Drafted(text, ends, len(words))
-            case Verify(questions=questions):
+            case Verify(candidates=questions):
                 return Verdicts(tuple(self._verdict(request.member, q.text, q.ends) for q in questions))
             case Commit(text=text):
                 self.answers[key] += text
