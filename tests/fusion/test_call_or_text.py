@@ -142,6 +142,7 @@ def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there
         ((TEXT, "rivers carry salt to the sea"), TOOLS, None, False),
         ((TEXT, CALL), TOOLS, None, True),
         ((TEXT, "rivers carry salt to the sea"), [], Grammar.regex("[a-z ]+"), True),
+        ((TEXT, "rivers carry salt to the sea"), TOOLS, Grammar.regex("[a-z ]+"), True),
         ((TEXT, "rivers carry salt to the sea"), [], None, False),
     ],
 )
