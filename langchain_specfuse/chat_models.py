@@ -507,9 +507,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         for chunk in model.stream("How does a vaccine work?", max_tokens=64):
             ...
 
-    In the chunk of a segment, `additional_kwargs["specfuse_segments"]` has the member that wrote it,
-    each member's score and the position in the answer. The last chunk is empty and carries `usage_metadata` (tokens
-    of the reference member) and, in `response_metadata["specfuse"]`, the record of the answer. Every call takes the
+    In the chunk of a segment, `additional_kwargs["specfuse_segments"]` has the member that wrote it, each member's
+    score and the position in the answer. The last chunk is empty and carries `usage_metadata` (tokens of the reference
+    member, and all reasoning) and, in `response_metadata["specfuse"]`, the record of the answer. Every call takes the
     fields of `SamplingParams` (`stop`, `max_tokens`, `temperature`, `seed`, `grammar`, …), `timeout`, `stream`, `model`
     (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format` and `whole` (an answer that
     `max_tokens` cuts raises an error).

@@ -80,8 +80,8 @@ class Round:
 
     `run` does all its steps. Then the fields hold the result. `record`: None if no member had
     a draft. `segment`: the new text. `uncommitted`: text that members have to commit before they draft again.
-    `closing`: text without an author that closes the answer. `loop`: the text that a value repeated, if the value was
-    closed. `judged`: the draft of a member that decodes alone, if its log-probabilities were requested.
+    `closing`: text without an author that closes the answer. `loop`: the text that a list, string or call repeated,
+    if that was closed. `judged`: the draft of a member that decodes alone, if its log-probabilities were requested.
     """
 
     def __init__(

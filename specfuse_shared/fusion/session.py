@@ -370,14 +370,20 @@ class AnswerSession:
         if event is not None:
             self.events.append(event)
         if unfinished and not self._tools.begins(self.text):
-            limit = f"max_tokens={self._params.max_tokens} was too small"
-            reason = limit if is_cut else "no member produced a valid continuation"
-            loop = loop_of("", self.text)
-            looped = f" (the answer repeated {loop.said[:80]!r})" if loop is not None and loop.closer else ""
-            message = f"the answer could not be completed: {reason}{looped}"
+            message = f"the answer could not be completed: {self._why_unfinished(last, is_cut)}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
+
+    def _why_unfinished(self, last: Round | None, is_cut: bool) -> str:
+        """Why the value is incomplete, with what it repeated."""
+        if last is None:
+            return "no member has context left: shorten the prompt, or raise max_context"
+        loop = loop_of("", self.text)
+        looped = f" (the answer repeated {loop.said[:80]!r})" if loop is not None and loop.closer else ""
+        if not is_cut or last.record is None:
+            return f"no member produced a valid continuation{looped}"
+        return f"max_tokens={self._params.max_tokens} was too small{looped}"
 
     async def _score(self) -> tuple[TokenLogprob, ...] | None:
         """Log p of the answer's tokens by the reference member, which reads the answer again, after its reasoning.

@@ -101,7 +101,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Append `text`, which is now part of the answer. Sent alone only if the member does not draft next."""
+    """Append `text`, which is now part of the answer. Sent to members that get no `Draft` with the same requests."""
 
     stage: ClassVar[StageName] = "commit"
     text: str
@@ -351,11 +351,11 @@ class CacheUse:
 
 
 class Lane(Protocol):
-    """Members that share devices, and their runner, in this process or elsewhere.
+    """Members that share devices, or all members on servers, and their runner, in this process or elsewhere.
 
     A lane runs each stage from its first forward pass to its last, batches stages, and recovers when memory runs
     out. Stages of one member of one answer come one after another. Every request has exactly one result, except
-    requests that a `Close` overtakes. Every method may be called from any thread and does not block on a forward pass.
+    requests that a `Close` overtakes. Any thread may call every method. Only `close` waits for a forward pass.
     """
 
     @property

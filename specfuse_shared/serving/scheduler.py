@@ -73,7 +73,7 @@ class QueueSlots:
         self._closed: Exception | None = None
 
     def take(self, seconds: float | None = None) -> None:
-        """Take a slot; `leave` returns it. If all are taken, wait for one, or raise `EngineBusyError` (`when_busy`).
+        """Take a slot; `release` returns it. If all are taken, wait for one, or raise `EngineBusyError` (`when_busy`).
 
         Raises `RequestTimeoutError` after this number of seconds.
         """

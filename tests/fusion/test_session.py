@@ -13,7 +13,14 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
-from specfuse_shared.errors import ConfigError, EngineClosedError, GenerationError, PromptTooLongError, RequestError
+from specfuse_shared.errors import (
+    ConfigError,
+    EngineClosedError,
+    GenerationError,
+    PromptTooLongError,
+    RequestError,
+    UnfinishedValueError,
+)
 from specfuse_shared.events import EnsembleResult, Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
 from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
@@ -207,6 +214,8 @@ def test_an_answer_ends_by_length_when_no_context_is_left(tiny_engine: EnsembleE
         EnsembleConfig(members=[replace(chat, max_context=room)], segment_tokens=6, first_segment_tokens=None)
     ) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=500))
+        with pytest.raises(UnfinishedValueError, match="no member has context left"):
+            engine.generate(QUESTION, SamplingParams(max_tokens=500, grammar=Grammar.regex("[a-z ]{400}")))
     assert result.finish_reason is FinishReason.LENGTH
     assert 20 <= result.usage.completion_tokens <= 30
     assert result.text
