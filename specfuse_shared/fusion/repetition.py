@@ -106,7 +106,7 @@ def _has_line_again(text: str, segment: str) -> bool:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     touched = len(lines) - sum(1 for line in segment.splitlines() if line.strip())
     return any(
-        sum(c.isalpha() for c in lines[n]) >= _LETTERS and lines[max(0, n + 1 - _NEAR) : n + 1].count(lines[n]) >= TIMES
+        lines[max(0, n + 1 - _NEAR) : n + 1].count(lines[n]) >= TIMES and sum(c.isalpha() for c in lines[n]) >= _LETTERS
         for n in range(touched, len(lines))
     )
 

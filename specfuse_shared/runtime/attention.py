@@ -264,7 +264,9 @@ class Batch(Cache):
         """Attention output (1, T, H, D) of one layer."""
         kind, parts = self._plan.kinds[marker.shape[-1] - 1], []
         for group in self.groups:
-            keys, values = (t[group.start : group.stop, :, : group.slots] for t in group.block.layers[module.layer_idx])
+            rows, slots = slice(group.start, group.stop), slice(group.slots)
+            keys, values = group.block.layers[module.layer_idx]
+            keys, values = keys[rows, :, slots], values[rows, :, slots]
             group_query = query[0, :, group.tokens]
             if group.padding is not None:
                 group_query = group_query.index_select(1, self._near(group.padding, query))
