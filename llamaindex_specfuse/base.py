@@ -419,8 +419,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         window = self._window()
         if window is not None and window <= PROMPT_RESERVE:
             raise ConfigError(
-                f"the smallest context of the members holds {window} tokens, and LlamaIndex's prompts take up to "
-                f"{PROMPT_RESERVE}: leave that member out, or raise its max_context"
+                f"the context holds {window} tokens, and LlamaIndex's prompts take up to {PROMPT_RESERVE}: raise "
+                "context_window or the smallest member's max_context, or leave that member out"
             )
 
     @property

@@ -8,7 +8,7 @@ The next turn of a conversation, the next step of an agent loop and questions ov
 prompt. So prefixes of ended answers are copied out of the rows. Their bytes are limited, and the least recently used
 one is dropped first. A prefix of a running answer is copied from its row.
 
-Admission computes its budget with the same functions for rows and blocks.
+Admission (`serving/admission.py`) also uses `row_capacity`, but repeats the doubling of blocks in its own code.
 """
 
 from __future__ import annotations

@@ -463,7 +463,7 @@ class PackedRunner:
         self._can_skip_logits = can_skip_logits
         self._buffers = Buffers(device, min(most_pages, arena.pages, _MOST_PAGES))
         self.replayed = self.ran = 0
-        """Numbers of forward passes that were replayed, and that ran eagerly."""
+        """Numbers of steps that were replayed, and that ran eagerly; a `GreedyDraft` of four passes counts once."""
 
     # ── prompts and token trees ──────────────────────────────────────────────────────────────────
 

@@ -68,7 +68,8 @@ def tools_as_text(turns: list[Turn]) -> list[Turn]:
 
 
 def alternate(turns: list[Turn]) -> list[Turn]:
-    """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
+    """Neighbours of one role as one message. If no user turn comes first, one is added: "(the conversation so far)", or
+    an empty one if there is only a system text."""
     groups = (list(group) for _, group in itertools.groupby(turns, key=lambda turn: turn["role"]))
     merged = [
         group[0] if len(group) == 1 else {"role": group[0]["role"], "content": "\n\n".join(t["content"] for t in group)}
@@ -132,7 +133,7 @@ class Markers:
         return f"{prompt.rstrip()}{self.empty or f'{chr(10) * 2}{self.closing}'}" if begun else prompt
 
     def in_border(self, mark: str) -> Markers:
-        """The same if the template writes `mark` before answers, with empty reasoning or after it."""
+        """Markers adapted to `mark`, the text before answers: it contains empty reasoning, or follows reasoning."""
         if self.start in mark:
             before, _, rest = mark.partition(self.start)
             return replace(self, before=before, closing=f"{self.end}{rest.rpartition(self.end)[2]}")
@@ -343,7 +344,7 @@ PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### 
 
 
 _MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
-"""The output of `roles.marked`."""
+"""The markers that `marked` writes."""
 
 
 _PROBE, _ANSWER = "specfuse-probe", "Hello there"
@@ -449,7 +450,8 @@ class PromptEncoder:
     def _codec_of_answers(self) -> Codec:
         """A codec that encodes an answer after its prompt with the same ids as an earlier answer in a conversation.
 
-        Most tokenizers that put a blank before every text write the template's first one with it, and some do not.
+        Some tokenizers put a blank before every text. For most of them it stands for the first blank of the template's
+        lead. For a few it is an additional one.
         """
         lead = "" if self.thinks else self._border.lead
         usual = self.codec.after(lead[1:] if self.codec.adds_blank else lead)
@@ -625,7 +627,7 @@ class MemberText:
         return self.prompts.encode(messages, tools)
 
     def encode_thoughts(self, thoughts: str = "") -> list[int]:
-        """Ids between the prompt and the answer: reasoning and its end. None for a member without reasoning."""
+        """Ids between the prompt and the answer: reasoning and its end. Empty for a member without reasoning."""
         return (
             [*self.prompts.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()]
             if self.prompts.thinks

@@ -216,7 +216,7 @@ class ServerMember:
 
     async def _check_vocabulary(self) -> None:
         own_ids, server_ids = self._sample, await self.dialect.tokenized(_SAMPLE)
-        if server_ids is not None and own_ids != server_ids:
+        if own_ids != server_ids:
             raise ServerModelError(
                 f"member {self.name!r}: the server at {self._config.server} has another vocabulary than the tokenizer "
                 f"of {self._config.tokenizer or self._config.model!r}: name the model that it serves"

@@ -127,8 +127,8 @@ class ServerClient:
                 return response
         except TimeoutError as error:
             raise ServerUnreachableError(
-                f"the server at {self.address} did not answer within {seconds:g} s: give it time with "
-                "MemberConfig(server_timeout=…), or look after it"
+                f"the server at {self.address} did not answer within {seconds:g} s: check that it is "
+                "healthy or, for drafts and scores, raise MemberConfig(server_timeout=…)"
             ) from error
         except ResponseRefusedError as error:
             raise ServerError(f"the response of the server at {self.address} was refused: {error}") from error
@@ -172,8 +172,8 @@ class RowsMissingError(ServerError):
 class Continuation:
     """At most `count` tokens after `prompt`, sampled by `params` and `seed`, until one of `stop_ids` comes.
 
-    Never one of `banned`; only `allowed` ones, if given; following the Lark `grammar`, if given, which is
-    verified here. `vocabulary_size`: upper bound of ids.
+    Never one of `banned`; only `allowed` ones, if given; following the Lark `grammar`, if given, which the
+    caller checks again. `vocabulary_size`: upper bound of ids.
     """
 
     prompt: tuple[int, ...]
@@ -547,7 +547,8 @@ class TokenEndpoint:
             watched = [(ids[end],) if end < len(ids) else line.stop_ids for end in ends]
             starts = [start, *(end + 1 for end in ends[:-1])]
             parts = zip(starts, ends, watched, strict=True)
-            # a part ends at a block, and the next begins after that position's token, which the first decodes
+            # a part ends at a block: log p of the token there comes from the step that is decoded after the part,
+            # whichever token that step chooses; the next part begins one token later
             judged_parts = await asyncio.gather(
                 *(self._part(model, ids[:end], first, ends) for first, end, ends in parts)
             )
@@ -582,7 +583,7 @@ class TokenEndpoint:
         return [*places, after[0]]
 
     async def _request(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
-        # the number of rows equals the number of names and includes the decoded token: so one is named twice
+        # a position reports as many ids as are named, and the decoded token takes one of them: so one is named twice
         named = [*watched, *watched[-1:]]
         scored = {"logprobs": len(named), **({"logprob_token_ids": named} if named else {})}
         # text is not needed, and detokenising uninitialised rows fails
@@ -617,12 +618,13 @@ logger = logging.getLogger(__name__)
 
 FLAG_MISSING = "it has no token endpoint: start it with --enable-scale-out"
 TOKEN_BY_TOKEN = (
-    "a draft under a grammar is a request a token: start it with --structured-outputs-config.backend guidance"
+    "each token drafted under a grammar takes its own request: start it with "
+    "--structured-outputs-config.backend guidance"
 )
-_FAILED = f"the server at %s failed under a grammar (%s). Where it always does, {TOKEN_BY_TOKEN}"
+_FAILED = f"the server at %s failed under a grammar (%s). If every such request fails, {TOKEN_BY_TOKEN}"
 _PENALTY, _TRIES = 8.0, 3
 _OTHERWISE = (ServerError, LookupError, TypeError, ValueError, AttributeError)
-"""Turns a response with an unexpected structure into an error."""
+"""Exceptions for an unusable response. While the server is tested, they mean that it lacks a feature."""
 _CACHE_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="(\w*)"')
 
@@ -662,14 +664,14 @@ class VllmDialect:
             block_tokens=int(blocks) if blocks.isdecimal() else None,
         )
 
-    async def tokenized(self, text: str) -> list[int] | None:
-        """Ids of a text from the server's tokenizer, without special tokens; None if it does not report them."""
+    async def tokenized(self, text: str) -> list[int]:
+        """Ids of a text from the server's tokenizer, without special tokens."""
         return await self._client.tokenized(self.model, text)
 
     async def continued(self, request: Continuation) -> Continued:
         """Ids up to the end of the turn, whether it came, and the logprobs from the token endpoint.
 
-        None if the server fails under the grammar, which not all of its grammar libraries support.
+        No ids if the server fails under the grammar, which not all of its grammar libraries support.
         """
         try:
             return await self._continued(request)
