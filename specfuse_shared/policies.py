@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from specfuse_shared.candidate import CandidateLogprobs, RoundCandidate
 
@@ -33,6 +33,7 @@ ROUNDING = 0.3
 (half precision)."""
 
 
+@runtime_checkable
 class ScorePolicy(Protocol):
     """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
 
@@ -44,6 +45,7 @@ class ScorePolicy(Protocol):
         ...
 
 
+@runtime_checkable
 class AggregatePolicy(Protocol):
     """Turns all verifiers' scores into one score per candidate."""
 
@@ -57,6 +59,7 @@ class AggregatePolicy(Protocol):
         ...
 
 
+@runtime_checkable
 class FeedbackPolicy(Protocol):
     """Learns the verifiers' weights from a finished round."""
 
@@ -73,6 +76,7 @@ class ExitDecision:
     leavers: tuple[int, ...]
 
 
+@runtime_checkable
 class ExitPolicy(Protocol):
     """Decides after a verified round which members leave the answer."""
 
