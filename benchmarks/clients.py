@@ -41,6 +41,7 @@ import typer
 from specfuse_shared import EnsembleConfig, demo_members
 from specfuse_shared.api_server.run import serve
 from specfuse_shared.api_server.settings import ClientSettings, ServeConfig, ServerSettings
+from specfuse_shared.config import DtypeName
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
@@ -162,7 +163,7 @@ def load(
     clients: Annotated[int, typer.Option(help="of a wave")] = 200,
     waves: Annotated[int, typer.Option(help="after the first one, which warms up")] = 3,
     tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 16,
-    dtype: Annotated[str, typer.Option(help="of the members")] = "float32",
+    dtype: Annotated[DtypeName, typer.Option(help="of the members")] = "float32",
 ) -> None:
     """Waves of clients, of which a third leave."""
     chance = random.Random(0)

@@ -64,6 +64,7 @@ from specfuse_shared import (
     SamplingParams,
     demo_members,
 )
+from specfuse_shared.config import DtypeName
 from specfuse_shared.loading.gguf import cache_folder
 from specfuse_shared.members.local.member import LocalMember
 from tests.support.against_naive import local_members
@@ -293,7 +294,7 @@ def speculation(
     data: Annotated[Path, typer.Option(help="folder of JSONL files")],
     rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 4,
     tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 64,
-    dtype: Annotated[str, typer.Option(help="of the members")] = "bfloat16",
+    dtype: Annotated[DtypeName, typer.Option(help="of the members")] = "bfloat16",
     five: Annotated[bool, typer.Option("--five", help="with three noisy copies of the members")] = False,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "speculation.json",
 ) -> None:

@@ -3,10 +3,10 @@
     python benchmarks/first_hour.py OUT [--only STEP …] [--again] [--device cuda:0]
     python benchmarks/first_hour.py OUT --tiny     the same code on a CPU in small; its figures say nothing
 
-Needs torch, transformers, and this repository as it is checked out; other missing requirements are reported, and their
-parts left out. Each step is a process of less than ten minutes, writes OUT/STEP.json and OUT/STEP.md line by line, and
-is not run again once it is done: repeat the same command after an interruption (Ctrl-C, SIGTERM), or after the card was
-taken away. OUT/hour.md has all tables. The status is 1 if a step failed.
+Needs torch, transformers, pydantic, and this repository as it is checked out; other missing requirements are reported,
+and their parts left out. Each step is a process of less than ten minutes, writes OUT/STEP.json and OUT/STEP.md line by
+line, and is not run again once it is done: repeat the same command after an interruption (Ctrl-C, SIGTERM), or after
+the card was taken away. OUT/hour.md has all tables. The status is 1 if a step failed.
 
 versions   versions, symbols that decide what graphs forgive, streams, tools
 costs      copies, matrix products, attention with and without a mask from 1k to 32k, launches, uploads

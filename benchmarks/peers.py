@@ -66,6 +66,7 @@ from specfuse_shared import (
     SamplingParams,
     demo_members,
 )
+from specfuse_shared.config import Switch
 from specfuse_shared.events import FinishEvent, SegmentEvent
 from specfuse_shared.loading.planning import has_llama_cpp
 from specfuse_shared.members.server.member import ServerMember
@@ -181,7 +182,7 @@ class Task:
 
     files: tuple[str, ...]
     backend: str
-    speculation: str
+    speculation: Switch
     questions: tuple[str, ...]
     tokens: int
     threads: int
@@ -292,12 +293,12 @@ def gguf(
     figures: list[Figure] = []
     plain: dict[str, Measured] = {}
 
-    def run(files: Sequence[str], backend: str, speculation: str = "auto") -> Measured | None:
+    def run(files: Sequence[str], backend: str, speculation: Switch = "auto") -> Measured | None:
         found = apart(Task(tuple(files), backend, speculation, asked, tokens, threads, cache_tokens))
         print(backend, speculation, *(Path(file).stem for file in files), found, flush=True)
         return found
 
-    def here(files: Sequence[str], speculation: str = "auto") -> Measured:
+    def here(files: Sequence[str], speculation: Switch = "auto") -> Measured:
         found = run(files, "llama.cpp", speculation)
         if found is None:
             raise SystemExit("llama.cpp has no memory for these members")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self, cast, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, PlainValidator
 
 from specfuse_shared import policies
 from specfuse_shared.addresses import is_private, server_address
@@ -15,13 +17,12 @@ from specfuse_shared.errors import ConfigError
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
-from specfuse_shared.validation import Settings, check, check_choice
+from specfuse_shared.validation import Settings, check, check_choice, listed, tuple_of, validated
 
-QUANTIZATIONS = ("8bit", "4bit", "auto")
-COMPILES = ("auto", "off")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("auto", "llama.cpp", "transformers")
-CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
+QuantizationName = Literal["8bit", "4bit", "auto"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "llama.cpp", "transformers"]
+Switch = Literal["auto", "off"]
 OLLAMA = "ollama:"
 """The prefix of a name in Ollama's store of models."""
 _OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
@@ -36,13 +37,43 @@ _SERVERS_OWN = (
 BACKSLASHES = (
     r"write a path of Windows in single quotes in TOML ('C:\models\new'), as r'C:\models\new' in Python, or with /"
 )
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+def _at_home(path: Any) -> Any:
+    """The path as text, with "~" replaced by the home folder. Raises `ConfigError` if no such user exists."""
+    path = str(path) if isinstance(path, Path) else path
+    try:
+        return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path} begins with the home folder of a user who does not exist: write the whole path"
+        ) from error
+
+
+def _markers(value: Any) -> bool | tuple[str, ...]:
+    """Whether a member thinks, or the two markers around its reasoning. Raises `ConfigError`."""
+    if isinstance(value, bool):
+        return value
+    pair = isinstance(value, Sequence) and len(value) == 2 and all(isinstance(each, str) and each for each in value)
+    check(
+        pair and not isinstance(value, str),
+        f"MemberConfig.thinking must be True, False or the two markers around the reasoning, not {value!r}",
+    )
+    return tuple(value)
+
+
+Source = Annotated[str, BeforeValidator(_at_home)]
+"""A hub id or a path."""
+Table = Annotated[Mapping[str, T], AfterValidator(MappingProxyType)]
+_NO_NAMES: Mapping[str, Any] = MappingProxyType({})
+
+
+@validated
 class MemberConfig(Settings):
     """One model of the ensemble: where it comes from, how it is loaded, and how it takes part."""
 
-    model: str
+    model: Source
     """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store."""
     name: str | None = None
     """The member's name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
@@ -50,52 +81,52 @@ class MemberConfig(Settings):
     """Branch, tag or commit of the hub repository."""
     gguf_file: str | None = None
     """A GGUF file inside the hub repository or folder that `model` names."""
-    adapter: str | None = None
+    adapter: Source | None = None
     """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters"); on llama.cpp, a LoRA in a GGUF
     file, applied at run time."""
     adapter_revision: str | None = None
     """Branch, tag or commit of the adapter's hub repository."""
-    tokenizer: str | None = None
+    tokenizer: Source | None = None
     """Hub id or folder of the tokenizer, if it does not come with the model."""
-    dtype: str = "auto"
+    dtype: DtypeName = "auto"
     """"float32", "bfloat16" or "float16"; "auto": half precision if the device computes in it; on a CPU only for
     weights stored in bfloat16."""
     device: str = "auto"
     """"auto" (any device with enough memory except MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
-    quantization: str | None = None
+    quantization: QuantizationName | None = None
     """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto", the widest precision that
     fits (extra "quant")."""
-    backend: str = "auto"
+    backend: BackendName = "auto"
     """"llama.cpp" (reads GGUF files directly; extra "llamacpp"), "transformers", or "auto": llama.cpp for quantised
     GGUF files if it is installed and no other setting needs transformers."""
-    gpu_layers: int | None = None
+    gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers that llama.cpp keeps on the GPU; unset: all, or none with `device="cpu"`."""
-    threads: int | None = None
+    threads: Annotated[int | None, Field(ge=1)] = None
     """Threads of llama.cpp; unset: the member's share of the cores."""
-    cache_tokens: int | None = None
+    cache_tokens: Annotated[int | None, Field(ge=256)] = None
     """Tokens in llama.cpp's cache, for all answers together, allocated at load; unset: four answers of 4,096 tokens, or
     as many as fit into memory."""
-    cache_type: str = "auto"
+    cache_type: Literal["auto", "f32", "f16", "q8_0"] = "auto"
     """Type of the numbers in llama.cpp's cache: "f32", "f16" or "q8_0"; "auto": f16, or f32 with `dtype="float32"`."""
     offload: bool = False
     """Allow layers that fit on no device to stay in main memory or on disk, which is very slow."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Voting weight at the start of each answer, relative to the others' (`EnsembleConfig.first_weights`)."""
     chat_template: str | None = None
     """Jinja source that replaces the tokenizer's chat template. A base model without one gets a plain template
     (`specfuse_shared.text.chat_template.PLAIN_TEMPLATE`)."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Table[Any] = field(default_factory=lambda: _NO_NAMES)
     """Variables for the template; `thinking` sets `enable_thinking`."""
-    thinking: bool | Sequence[str] = False
+    thinking: Annotated[bool | Sequence[str], PlainValidator(_markers)] = False
     """The member thinks before the answer, between the markers of its template or the two given here. No other member
     reads its reasoning."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], tuple_of(int)] = ()
     """Token ids that end the member's turn, in addition to the model's own."""
-    max_context: int | None = None
+    max_context: Annotated[int | None, Field(ge=1)] = None
     """Limits the model's context, in tokens."""
     attn_implementation: str | None = None
     """Passed to transformers; the probe at load checks that it is exact."""
-    compile: str = "auto"
+    compile: Switch = "auto"
     """"auto" compiles the layers on a CUDA or ROCm GPU, which takes some seconds at the first load; "off" does not."""
     trust_remote_code: bool = False
     """Run the model's own Python code. Set it only for repositories whose code you have read."""
@@ -104,7 +135,7 @@ class MemberConfig(Settings):
     drafts_under_grammar: bool = True
     """False: under a grammar or in a tool call the member only verifies, unless no other member drafts. For such
     drafts, a vLLM server without `--enable-scale-out` needs one request per token."""
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Table[Annotated[float, Field(ge=0)]] = field(default_factory=lambda: _NO_NAMES)
     """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster
     has GPUs), "memory" in bytes (default, without a GPU: the model's size), and custom names."""
     server: str | None = None
@@ -112,18 +143,12 @@ class MemberConfig(Settings):
     template (extra "servers")."""
     server_model: str | None = None
     """The server's name of the model; `model` if unset."""
-    server_timeout: float = 60.0
+    server_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after which a request to the server fails and the member leaves the answer."""
     api_key_env: str | None = None
     """Environment variable that holds the server's key. The key itself is never stored."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, Path):
-            object.__setattr__(self, "model", str(self.model))
-        self.check_types()
-        for name in ("model", "adapter", "tokenizer"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _at_home(str(value)))
         for name in ("model", "adapter", "tokenizer", "gguf_file"):
             value = getattr(self, name)
             check(
@@ -133,58 +158,22 @@ class MemberConfig(Settings):
         model = self.model.strip().removeprefix(OLLAMA)
         check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
         if self.adapter is not None:
-            check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
+            check(bool(self.adapter.strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         check(
             self.adapter_revision is None or self.adapter is not None,
             "MemberConfig.adapter_revision is set without adapter: set adapter to a hub id, too",
         )
-        check_choice("MemberConfig.dtype", self.dtype, DTYPES)
-        check_choice("MemberConfig.compile", self.compile, COMPILES)
-        if self.quantization is not None:
-            check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
         check(
             self.quantization in (None, "auto") or not (self.offload or self.adapter),
             "MemberConfig.offload and adapter need unquantised weights: leave quantization at None or 'auto'",
         )
         self._check_backend()
-        check(
-            math.isfinite(self.weight) and self.weight > 0,
-            f"MemberConfig.weight must be a positive number, not {self.weight!r}",
-        )
-        check(
-            self.max_context is None or self.max_context > 0,
-            f"MemberConfig.max_context must be positive, not {self.max_context!r}",
-        )
         self._check_server()
-        for name in ("template_options", "resources"):
-            value = getattr(self, name)
-            check(isinstance(value, Mapping), f"MemberConfig.{name} must be a table of names and values, not {value!r}")
-        thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
-        if not isinstance(thinking, bool):
-            check(
-                _is_list_of(str, thinking) and len(thinking) == 2 and all(thinking),
-                f"MemberConfig.thinking must be True, False or the two markers around the reasoning, not {thinking!r}",
-            )
-            thinking = tuple(thinking)
-        object.__setattr__(self, "thinking", thinking)
-        object.__setattr__(self, "template_options", MappingProxyType(dict(self.template_options)))
-        ids = self.stop_token_ids
-        check(_is_list_of(int, ids), f"MemberConfig.stop_token_ids must be a list of token ids, not {ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        amounts = dict(self.resources)
-        check(
-            all(isinstance(amount, (int, float)) and amount >= 0 for amount in amounts.values()),
-            f"MemberConfig.resources must be amounts by name, such as {{'GPU': 1}}, not {amounts!r}",
-        )
-        object.__setattr__(self, "resources", MappingProxyType(amounts))
+        if not self.thinking and self.template_options.get("enable_thinking"):
+            object.__setattr__(self, "thinking", True)
 
     def _check_backend(self) -> None:
         """Settings of one backend cannot be combined with the other backend."""
-        check_choice("MemberConfig.backend", self.backend, BACKENDS)
-        check_choice("MemberConfig.cache_type", self.cache_type, CACHE_TYPES)
-        for name, minimum in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
-            count = getattr(self, name)
-            check(count is None or count >= minimum, f"MemberConfig.{name} must be at least {minimum}, not {count!r}")
         if self.backend == "llama.cpp" and (conflicting := self.needs_transformers):
             check(
                 False,
@@ -210,7 +199,6 @@ class MemberConfig(Settings):
 
     def _check_server(self) -> None:
         """The settings of a server go together, and its key must not cross a network unencrypted."""
-        check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             misplaced = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
             check(
@@ -260,54 +248,33 @@ def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
         while label in labels or (member.name is None and label in chosen):
             label, number = f"{member.label}-{number}", number + 1
         labels.append(label)
-    return tuple(_renamed(m, label) for m, label in zip(members, labels, strict=True))
+    return tuple(replace(member, name=label) for member, label in zip(members, labels, strict=True))
 
 
-def _renamed(member: MemberConfig, name: str) -> MemberConfig:
-    return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(type(each) is kind for each in value)
-
-
-def _at_home(path: str) -> str:
-    """The path with "~" replaced by the home folder. Raises `ConfigError` if no such user exists."""
-    try:
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{path} begins with the home folder of a user who does not exist: write the whole path"
-        ) from error
-
-
-SCORES: dict[str, Callable[..., ScorePolicy]] = {
+ScoreName = Literal["mean_logprob", "mean_prob", "stretch"]
+AggregateName = Literal["weighted_mean", "seconded_mean", "geometric_mean"]
+FeedbackName = Literal["uniform", policies.Schedule]
+ExitName = Literal[policies.Temperature, "never"]
+SCORES: dict[ScoreName, Callable[..., ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
     "stretch": policies.Stretch,
 }
-PER: dict[str, tuple[str, ...]] = {
+PER: dict[ScoreName, tuple[str, ...]] = {
     "mean_logprob": ("text", "root", "token", "byte"),
     "mean_prob": ("token", "byte"),
     "stretch": ("token", "byte"),
 }
 """The units of each score; the first is the default."""
-AGGREGATES: dict[str, AggregatePolicy] = {
+AGGREGATES: dict[AggregateName, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
     "seconded_mean": policies.SecondedMean(),
     "geometric_mean": policies.geometric_mean,
 }
-FIRST_WEIGHTS = ("size", "equal")
-FEEDBACKS = ("uniform", *get_args(policies.Schedule))
-EXITS = (*get_args(policies.Temperature), "never")
-WHEN_BUSY = ("wait", "raise")
-EXECUTIONS = ("auto", "paged", "dynamic")
 DEMO: Final = "demo"
 """The name for both members of the demo together. It is not a model."""
 _WHOLE = 4.0
 """Factor on `EnsembleConfig.early_margin` where candidates are better compared in full."""
-RUNTIMES = ("local", "ray")
-SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -342,18 +309,39 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Presets by name: the measured default, a faster one (docs/experiments.md), and the settings of the two papers."""
 
 
-@dataclass(frozen=True, slots=True)
+def _as_members(value: Any) -> tuple[MemberConfig, ...]:
+    """The members, with names of their own. Raises `ConfigError`."""
+    if isinstance(value, (str, MemberConfig)):
+        model = value if isinstance(value, str) else value.model
+        list_of_it = "" if model == DEMO else f"a list of models, [{model!r}], or "
+        raise ConfigError(f"EnsembleConfig.members is {model!r}: give {list_of_it}demo_members()")
+    check(isinstance(value, Iterable), f"EnsembleConfig.members must be a list of models, not {value!r}")
+    members = tuple(map(as_member, value))
+    check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
+    check(
+        not any(m.server is None and m.model == DEMO for m in members) or Path(DEMO).exists(),
+        f"{DEMO!r} in a list of members is no model: use members={DEMO!r} or demo_members() instead",
+    )
+    return unique_names(members)
+
+
+def _finite(limit: Any) -> Any:
+    """None for no limit: TOML has infinity in its place."""
+    return None if limit == math.inf else limit
+
+
+@validated
 class EnsembleConfig(Settings):
     """The ensemble: its members, how a round is decided, and how many answers run at once.
 
     A policy is given by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
     """
 
-    members: Sequence[MemberConfig | str]
+    members: Annotated[Sequence[MemberConfig | str], PlainValidator(_as_members)]
     """The members: `MemberConfig`s, or hub ids, folders and GGUF files."""
-    segment_tokens: int = 5
+    segment_tokens: Annotated[int, Field(ge=1, le=512)] = 5
     """The most tokens that a member drafts in a round, in its own tokens (papers: 10)."""
-    first_segment_tokens: int | None = 20
+    first_segment_tokens: Annotated[int | None, Field(ge=1, le=512)] = 20
     """The same for the first segment; `segment_tokens` if None. A long first segment can hold a whole short answer, but
     arrives later."""
     early_margin: float = 3.0
@@ -361,147 +349,89 @@ class EnsembleConfig(Settings):
     after twice as many, and so on. If all drafts are equal, that text is streamed. A candidate is also streamed if its
     vote is this many times every other vote. The factor is four times as high if only some of the candidates have
     ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished drafts."""
-    score: str | ScorePolicy = "stretch"
+    score: ScoreName | ScorePolicy = "stretch"
     """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability up to the
     shortest candidate's length), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
     per: str | None = None
     """The unit of the score: "text" (the probability of the whole candidate), "root" (log p divided by √tokens),
     "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
     "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
-    aggregate: str | AggregatePolicy = "seconded_mean"
+    aggregate: AggregateName | AggregatePolicy = "seconded_mean"
     """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member without most of the
     weight cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that
     one verifier finds impossible cannot win)."""
-    first_weights: str = "size"
+    first_weights: Literal["size", "equal"] = "size"
     """Initial weight of a member's vote: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
     members do not outvote a far better one; "equal" if a size is unknown) or "equal" (`MemberConfig.weight`
     alone: the papers')."""
-    feedback: str | FeedbackPolicy = "constant"
+    feedback: FeedbackName | FeedbackPolicy = "constant"
     """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
     "constant", "sqrt_decay" and "paper" (SpecEM)."""
-    feedback_rate: float = 0.5
+    feedback_rate: Annotated[float, Field(ge=0, le=100)] = 0.5
     """How fast the weights learn; with 0 they stay as they are."""
-    feedback_limit: float | None = 2.0
+    feedback_limit: Annotated[float | None, Field(ge=1), BeforeValidator(_finite)] = 2.0
     """Limit of learning: the ratio of two members' weights grows at most by this factor over its initial value, so that
     weak members cannot outvote a strong one over many rounds. None: no limit (SpecEM). Custom policies have no
     limit."""
-    exit: str | ExitPolicy = "never"
+    exit: ExitName | ExitPolicy = "never"
     """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
     temperature, is low."""
-    exit_threshold: float = 0.5
+    exit_threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
     """A member leaves when its retention falls below this share of 1/n, for n active members."""
-    min_active: int = 1
+    min_active: Annotated[int, Field(ge=1)] = 1
     """The number of members, the best ones, that `exit` always keeps (SpecFuse: 1)."""
     repetition_guard: bool = True
     """A candidate that repeats the answer loses against one that does not. If all candidates repeat it a third time, an
     answer of several members ends (`FinishReason.REPETITION`)."""
-    round_seconds: float | None = None
+    round_seconds: Annotated[float | None, Field(gt=0)] = None
     """Deadline of a round in seconds. Late members miss the round and return once they have answered. Members that
     share a lane (a device of this machine, or a share of its CPU cores) are late together. Members behind servers, on
     Ray or on other devices are late individually. None: wait for all members."""
-    round_grace: float = 0.25
+    round_grace: Annotated[float, Field(ge=0)] = 0.25
     """With `round_seconds`: until this many seconds after the first response, no member counts as late."""
-    late_rounds: int = 8
+    late_rounds: Annotated[int, Field(ge=1)] = 8
     """With `round_seconds`: a member leaves the answer, like a failed one, once it has missed this many rounds in a
     row, over at least this many times `round_seconds`."""
     reference: str | None = None
     """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
     cache_dir: str | None = None
     """Folder for converted weights; by default `$SPECFUSE_CACHE`, else `~/.cache/specfuse`."""
-    max_concurrent: int = 32
+    max_concurrent: Annotated[int, Field(ge=1)] = 32
     """The most answers that run at once."""
-    max_queue: int = 1024
+    max_queue: Annotated[int, Field(ge=1)] = 1024
     """The most answers that wait."""
-    when_busy: str = "wait"
+    when_busy: Literal["wait", "raise"] = "wait"
     """When the queue is full, further callers "wait" or "raise" `EngineBusyError`."""
-    cache_bytes: int | None = None
+    cache_bytes: Annotated[int | None, Field(ge=1)] = None
     """Bytes for caches and logits on each device; if unset, a share of the memory that is free after the weights are
     loaded. On a GPU most of it is allocated at load: set it if another engine or program needs memory there."""
     reuse_prefixes: bool = True
     """Keep caches of recent answers, in an eighth of the cache memory. A prompt with the same beginning reuses them."""
-    execution: str = "auto"
+    execution: Literal["auto", "paged", "dynamic"] = "auto"
     """"paged" packs the tokens of all answers, prompts included, into forward passes over a paged cache, which is
     allocated at load. The shape of such a pass is its number of tokens, so that CUDA graphs replay it on a GPU.
     "dynamic" chooses token by token, and allocates caches as answers need them. "auto" is paged on a CUDA, ROCm or
     Apple GPU, else dynamic. Members whose paged passes are not exact stay dynamic, with a warning."""
-    speculation: str = "auto"
+    speculation: Switch = "auto"
     """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
     passes and changes no answer. "off": every drafted token takes one forward pass."""
-    runtime: str = "local"
+    runtime: Literal["local", "ray"] = "local"
     """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster that has its
     `MemberConfig.resources` (extra "ray"). Members behind servers stay there."""
     ray_address: str | None = None
     """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's default if unset."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.members, (str, MemberConfig)):
-            model = self.members if isinstance(self.members, str) else self.members.model
-            list_of_it = "" if model == DEMO else f"a list of models, [{model!r}], or "
-            raise ConfigError(f"EnsembleConfig.members is {model!r}: give {list_of_it}demo_members()")
-        self.check_types()
-        members = tuple(as_member(m) for m in self.members)
-        check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
-        check(
-            not any(m.server is None and m.model == DEMO for m in members) or Path(DEMO).exists(),
-            f"{DEMO!r} in a list of members is no model: use members={DEMO!r} or demo_members() instead",
-        )
-        object.__setattr__(self, "members", unique_names(members))
-        for name in ("segment_tokens", "first_segment_tokens"):
-            count = getattr(self, name)
-            unset = count is None and name == "first_segment_tokens"
-            check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
         margin = self.early_margin
         check(margin == 0 or margin >= 1, f"EnsembleConfig.early_margin must be 0 (never) or ≥ 1, not {margin!r}")
-        for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
-            value = getattr(self, name)
-            if not callable(value):
-                check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
-        self._check_score()
-        check(
-            0 <= self.feedback_rate <= 100,
-            f"EnsembleConfig.feedback_rate must be between 0 and 100, not {self.feedback_rate!r}",
-        )
-        if self.feedback_limit == math.inf:  # TOML has no null
-            object.__setattr__(self, "feedback_limit", None)
-        limit = self.feedback_limit
-        check(limit is None or limit >= 1, f"EnsembleConfig.feedback_limit must be ≥ 1 or None, not {limit!r}")
-        check(
-            0 < self.exit_threshold <= 1,
-            f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
-        )
-        check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
-        seconds = self.round_seconds
-        check(
-            seconds is None or 0 < seconds < math.inf,
-            f"EnsembleConfig.round_seconds must be a number of seconds above 0, or None (no deadline), not {seconds!r}",
-        )
-        check(
-            0 <= self.round_grace < math.inf,
-            f"EnsembleConfig.round_grace must be a number of seconds, 0 or more, not {self.round_grace!r}",
-        )
-        check(self.late_rounds >= 1, f"EnsembleConfig.late_rounds must be ≥ 1, not {self.late_rounds!r}")
-        check_choice("EnsembleConfig.first_weights", self.first_weights, FIRST_WEIGHTS)
-        check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
-        check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
-        check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
+        if self.per is not None and isinstance(self.score, str):  # a policy object has its own settings
+            check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
         check(
             self.ray_address is None or self.runtime == "ray",
             'EnsembleConfig.ray_address goes with runtime="ray": set that, too',
         )
-        check_choice("EnsembleConfig.speculation", self.speculation, SPECULATIONS)
-        check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
-        check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
-        check(
-            self.cache_bytes is None or self.cache_bytes > 0,
-            f"EnsembleConfig.cache_bytes must be positive, not {self.cache_bytes!r}",
-        )
         if self.reference is not None:
             check_choice("EnsembleConfig.reference", self.reference, self.names)
-
-    def _check_score(self) -> None:
-        """`per` suits the score; a policy object has its own settings."""
-        if self.per is not None and isinstance(self.score, str):
-            check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
 
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
@@ -618,14 +548,14 @@ class EnsembleConfig(Settings):
             return self.feedback
         if self.feedback == "uniform":
             return policies.uniform
-        return policies.OnlineFeedback(cast(policies.Schedule, self.feedback), self.feedback_rate)
+        return policies.OnlineFeedback(self.feedback, self.feedback_rate)
 
     def exit_policy(self) -> ExitPolicy:
         if not isinstance(self.exit, str):
             return self.exit
         if self.exit == "never" or len(self.members) <= self.min_active:
             return policies.never
-        return policies.RetentionExit(cast(policies.Temperature, self.exit), self.exit_threshold, self.min_active)
+        return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)
 
 
 def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:
@@ -637,82 +567,50 @@ def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings:
 
 
 SMALLEST_TEMPERATURE = 1e-4
-MOST_TOP_LOGPROBS = 20
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+_Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
-@dataclass(frozen=True, slots=True)
+@validated
 class SamplingParams(Settings):
     """How one answer is sampled, and when it ends."""
 
-    max_tokens: int = 256
+    max_tokens: Annotated[int, Field(ge=1)] = 256
     """Maximum tokens of the answer, counted by the reference member; reasoning does not count."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0 is greedy decoding; then `top_p`, `top_k`, `min_p` and `seed` have no effect."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     """Sample from the most probable tokens whose probabilities add up to this."""
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from this many of the most probable tokens; 0: from all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out tokens whose probability is below this share of the most probable token's."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
     """Above 1, tokens that occur in the prompt or the answer become less probable."""
     seed: int | None = None
     """The same seed gives the same answer. Without one, a sampled request draws a seed and reports it."""
-    stop: str | Sequence[str] = ()
+    stop: Annotated[str | Sequence[str], tuple_of(_Stop), Field(max_length=MOST_STOPS), BeforeValidator(listed)] = ()
     """Strings that end the answer and never appear in it."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     """Members and the repetition guard cannot end the answer before it has this many tokens of the reference member;
     stop strings can. Cannot be combined with a grammar or tools, which decide when an answer is complete."""
     ignore_eos: bool = False
     """Members cannot end the answer: it continues to `max_tokens`, a stop string, or until all contexts are full.
     Cannot be combined with a grammar or tools."""
-    grammar: Grammar | None = None
+    grammar: InstanceOf[Grammar] | None = None
     """The grammar of the answer. The answer is complete and valid, or `UnfinishedValueError` is raised, mostly because
     `max_tokens` was too small. With tools, an answer is either calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
-    top_logprobs: int = 0
+    top_logprobs: TopLogprobs = 0
     """With `logprobs`: also report this many of the most probable tokens at each position, at most 20."""
-    max_thinking_tokens: int = 1024
+    max_thinking_tokens: Annotated[int, Field(ge=1)] = 1024
     """Maximum tokens of a member's reasoning (`MemberConfig.thinking`), in its own tokens."""
 
     def __post_init__(self) -> None:
-        self.check_types()
-        stop_strings = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        check(isinstance(stop_strings, Iterable), f"SamplingParams.stop must hold strings, not {stop_strings!r}")
-        stops = tuple(stop_strings)
-        object.__setattr__(self, "stop", stops)
         check(
-            all(isinstance(s, str) and s for s in stops),
-            "SamplingParams.stop must hold non-empty strings",
-        )
-        check(
-            len(stops) <= MOST_STOPS and all(len(s) <= LONGEST_STOP for s in stops),
-            f"SamplingParams.stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each: "
-            f"it has {len(stops)}, the longest of {max(map(len, stops), default=0)}",
-        )
-        for name, low, high in (
-            ("max_tokens", 1, math.inf),
-            ("min_tokens", 0, self.max_tokens),
-            ("temperature", 0, 100),
-            ("top_p", 1e-6, 1),
-            ("top_k", 0, math.inf),
-            ("min_p", 0, 1),
-            ("repetition_penalty", 1e-3, 100),
-            ("max_thinking_tokens", 1, math.inf),
-            ("top_logprobs", 0, MOST_TOP_LOGPROBS),
-        ):
-            value = getattr(self, name)
-            check(
-                isinstance(value, (int, float)) and low <= value <= high,
-                f"SamplingParams.{name} must be {_range(low, high)}, not {value!r}",
-            )
-        for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"):
-            value = getattr(self, name)
-            check(type(value) is int, f"SamplingParams.{name} must be a whole number, not {value!r}")
-        check(
-            self.grammar is None or isinstance(self.grammar, Grammar),
-            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+            self.min_tokens <= self.max_tokens,
+            f"SamplingParams.min_tokens must be between 0 and {self.max_tokens}, not {self.min_tokens}",
         )
         check(
             self.logprobs or not self.top_logprobs,
@@ -738,7 +636,3 @@ class SamplingParams(Settings):
     def greedy(self) -> bool:
         """Whether the most probable token is always taken. (Logits divided by a temperature near 0 would overflow.)"""
         return self.temperature < SMALLEST_TEMPERATURE
-
-
-def _range(low: float, high: float) -> str:
-    return f"at least {low}" if high == math.inf else f"between {low} and {high}"

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from specfuse_shared.candidate import CandidateLogprobs, RoundCandidate
 
@@ -34,6 +34,7 @@ ROUNDING = 0.3
 log-probability differ by less."""
 
 
+@runtime_checkable
 class ScorePolicy(Protocol):
     """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
 
@@ -45,6 +46,7 @@ class ScorePolicy(Protocol):
         ...
 
 
+@runtime_checkable
 class AggregatePolicy(Protocol):
     """Turns all verifiers' scores of each candidate into one vote."""
 
@@ -58,6 +60,7 @@ class AggregatePolicy(Protocol):
         ...
 
 
+@runtime_checkable
 class FeedbackPolicy(Protocol):
     """Learns the verifiers' weights from a finished round."""
 
@@ -77,6 +80,7 @@ class ExitDecision:
     leavers: tuple[int, ...]
 
 
+@runtime_checkable
 class ExitPolicy(Protocol):
     """Decides after a verified round which members leave the answer."""
 

@@ -1,7 +1,7 @@
 """Fixtures that many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
 
-`pytest -m gpu` has to start on a lent card, where there is pytest and little else: settings of plugins that are missing
-are known all the same, and files without a test that needs a card are not even imported.
+`pytest -m gpu` has to start on a lent card, where there are pydantic, pytest and little else: settings of plugins that
+are missing are known all the same, and files without a test that needs a card are not even imported.
 """
 
 from __future__ import annotations

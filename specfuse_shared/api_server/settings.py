@@ -5,57 +5,49 @@ Its tables are `[server]`, `[sampling]`, `[ensembles.NAME]` and `[clients.NAME]`
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from specfuse_shared.addresses import is_loopback
 from specfuse_shared.client.engine import KEY_ENV
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading.config_files import checked, ensembles_of, read_toml, table_of, tables_of
-from specfuse_shared.validation import Settings, check
-
-_POSITIVE = (
-    *("max_body_bytes", "max_prompt_characters", "max_choices", "max_requests", "max_connections"),
-    *("connection_seconds", "stop_seconds"),
-)
+from specfuse_shared.loading.config_files import ensembles_of, of_table, read_toml, tables_of
+from specfuse_shared.validation import Settings, check, validated
 
 
-@dataclass(frozen=True, slots=True)
+@validated
 class ServerSettings(Settings):
     """Address, key and limits of the server."""
 
     host: str = "127.0.0.1"
     """Address to listen at. An address that other machines can reach needs a key."""
-    port: int = 8000
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen at; 0 picks a free one."""
     api_key_env: str = KEY_ENV
     """Name of the environment variable that holds the key; clients send it as `Authorization: Bearer …`."""
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: Annotated[int, Field(ge=1)] = 4 * 2**20
     """Maximum size of a request body."""
-    max_prompt_characters: int = 1_000_000
+    max_prompt_characters: Annotated[int, Field(ge=1)] = 1_000_000
     """Maximum length of a conversation, tools and schema included."""
-    max_choices: int = 8
+    max_choices: Annotated[int, Field(ge=1)] = 8
     """Maximum number of answers to one request (`n`, and the prompts of a completion)."""
-    max_requests: int = 256
+    max_requests: Annotated[int, Field(ge=1)] = 256
     """Maximum number of concurrent requests. Clients with their own keys have their own limits."""
-    max_connections: int = 512
+    max_connections: Annotated[int, Field(ge=1)] = 512
     """Maximum number of open connections. A further one replaces the one that has been silent for longest."""
-    connection_seconds: float = 30.0
+    connection_seconds: Annotated[float, Field(gt=0)] = 30.0
     """Time for a client to send the head of a request, to send its body, and to read pending data."""
-    stop_seconds: float = 60.0
+    stop_seconds: Annotated[float, Field(gt=0)] = 60.0
     """Time for answers to finish after the stop signal."""
 
     def __post_init__(self) -> None:
         check(bool(self.host.strip()), "ServerSettings.host is empty: give an address such as 127.0.0.1")
-        check(0 <= self.port <= 65535, f"ServerSettings.port must be 0 to 65535, not {self.port!r}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            check(0 < value < math.inf, f"ServerSettings.{name} must be positive and finite, not {value!r}")
 
     @property
     def is_loopback(self) -> bool:
@@ -78,23 +70,18 @@ class ServerSettings(Settings):
         return key or None
 
 
-@dataclass(frozen=True, slots=True)
+@validated
 class ClientSettings(Settings):
     """A client with its own key and limits."""
 
     api_key_env: str = ""
     """Name of the environment variable that holds its key."""
-    max_requests: int = 64
+    max_requests: Annotated[int, Field(ge=1)] = 64
     """Maximum number of its concurrent requests; more are refused."""
-    max_answers: int | None = None
+    max_answers: Annotated[int | None, Field(ge=1)] = None
     """Maximum number of its concurrent answers, over all its requests (`n`); more wait. No limit if unset."""
-    requests_per_minute: int | None = None
+    requests_per_minute: Annotated[int | None, Field(ge=1)] = None
     """Maximum number of requests that it may begin in a minute. No limit if unset."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_requests", "max_answers", "requests_per_minute"):
-            limit = getattr(self, name)
-            check(limit is None or limit > 0, f"ClientSettings.{name} must be positive, not {limit!r}")
 
     def api_key(self, name: str) -> str:
         """The key from the environment. Raises `ConfigError` if it is missing."""
@@ -126,22 +113,14 @@ def read_config(path: Path) -> ServeConfig:
     try:
         return _parsed(data)
     except ConfigError as error:
-        message = str(error).replace("ServerSettings.", "[server].").replace("SamplingParams.", "[sampling].")
-        raise ConfigError(f"{path}: {message}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _parsed(data: Mapping[str, Any]) -> ServeConfig:
     tables = tables_of(data)
-    server = checked(ServerSettings, tables["server"], "[server]")
-    sampling = checked(SamplingParams, tables["sampling"], "[sampling]")
     return ServeConfig(
+        server=of_table(ServerSettings, "server", tables["server"]),
+        sampling=of_table(SamplingParams, "sampling", tables["sampling"]),
         ensembles=ensembles_of(tables),
-        server=ServerSettings.from_dict(server),
-        sampling=SamplingParams.from_dict(sampling),
-        clients={name: _client(name, table) for name, table in tables["clients"].items()},
+        clients={name: of_table(ClientSettings, f"clients.{name}", t) for name, t in tables["clients"].items()},
     )
-
-
-def _client(name: str, table: Any) -> ClientSettings:
-    where = f"clients.{name}"
-    return ClientSettings.from_dict(checked(ClientSettings, table_of(where, table), f"[{where}]"))

@@ -18,7 +18,7 @@ from specfuse_shared.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from specfuse_shared.api_server.settings import ServeConfig
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx", "tenacity", "anyio")
+NEEDED = ("starlette", "uvicorn", "prometheus_client", "httpx", "tenacity", "anyio")
 
 ServerFileOption = Annotated[
     Path | None,

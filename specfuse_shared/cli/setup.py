@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -31,17 +31,17 @@ from rich.console import Console
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.config import (
-    BACKENDS,
     DEMO,
-    DTYPES,
-    EXITS,
-    FEEDBACKS,
     PRESETS,
-    QUANTIZATIONS,
-    SCORES,
+    BackendName,
+    DtypeName,
     EnsembleConfig,
+    ExitName,
+    FeedbackName,
     MemberConfig,
+    QuantizationName,
     SamplingParams,
+    ScoreName,
 )
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.config_files import read_ensemble
@@ -237,6 +237,10 @@ def consoles() -> tuple[Console, Console]:
     return out, out if out.is_terminal else terminal.stderr()
 
 
+def _names(literal: Any) -> str:
+    return " | ".join(get_args(literal))
+
+
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()
 
@@ -253,19 +257,19 @@ SegmentTokens = Annotated[
     int | None, typer.Option("--segment-tokens", metavar="L", help="The most tokens that a member drafts in a round.")
 ]
 Score = Annotated[
-    str | None, typer.Option("--score", metavar="NAME", help=f"Score of a candidate: {' | '.join(SCORES)}")
+    str | None, typer.Option("--score", metavar="NAME", help=f"Score of a candidate: {_names(ScoreName)}")
 ]
 Feedback = Annotated[
-    str | None, typer.Option("--feedback", metavar="NAME", help=f"How weights learn: {' | '.join(FEEDBACKS)}")
+    str | None, typer.Option("--feedback", metavar="NAME", help=f"How weights learn: {_names(FeedbackName)}")
 ]
 Exit = Annotated[
-    str | None, typer.Option("--exit", metavar="NAME", help=f"When members leave an answer: {' | '.join(EXITS)}")
+    str | None, typer.Option("--exit", metavar="NAME", help=f"When members leave an answer: {_names(ExitName)}")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Number format: {' | '.join(DTYPES)}")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Number format: {_names(DtypeName)}")]
 Quantization = Annotated[
-    str | None, typer.Option("--quantization", metavar="NAME", help=f"Quantised weights: {' | '.join(QUANTIZATIONS)}")
+    str | None, typer.Option("--quantization", metavar="NAME", help=f"Quantised weights: {_names(QuantizationName)}")
 ]
-BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"Runtime: {' | '.join(BACKENDS)}")]
+BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"Runtime: {_names(BackendName)}")]
 Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
 Devices = Annotated[
     str | None,

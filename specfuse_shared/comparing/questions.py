@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from specfuse_shared.comparing.instructions import check_instruction
 from specfuse_shared.comparing.metrics import number_in
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.text.grammars.grammar import Grammar
-from specfuse_shared.validation import Settings, check, check_choice
+from specfuse_shared.validation import Settings, check, check_choice, listed, tuple_of, validated
 
 MOST_TOKENS = {"open": 160, "short": 32, "text": 128, "number": 128, "choice": 8, "instructions": 160}
 """Kind → default of `max_tokens`."""
@@ -24,51 +26,47 @@ _ENDINGS = {
     "number": "Think step by step and end with the number that answers the question.",
     "choice": "Answer with the letter of the right choice.",
 }
+Text = Annotated[str, Field(coerce_numbers_to_str=True, strict=False)]
+Texts = Annotated[
+    Sequence[str],
+    tuple_of(Text),
+    BeforeValidator(listed),
+    AfterValidator(lambda texts: tuple(filter(str.strip, texts))),
+]
+"""Texts without empty ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@validated
 class Question(Settings):
     """One question, with how its answers are scored."""
 
     text: str
     """The question itself."""
-    id: str = ""
+    id: Text = ""
     """Name of the question in records; a number if unset."""
-    references: Sequence[str] = ()
+    references: Texts = ()
     """Good answers; for a choice, the right one."""
     passage: str = ""
     """A text to answer from; it precedes the question in the prompt."""
-    choices: Sequence[str] = ()
+    choices: Texts = ()
     """Answers to choose from."""
-    instructions: Sequence[Mapping[str, Any]] = ()
+    instructions: Annotated[Sequence[Mapping[str, Any]], tuple_of(Mapping[str, Any])] = ()
     """Instructions that a program can check (`specfuse_shared.comparing.instructions`)."""
     kind: str | None = None
     """How answers are scored: "short" (F1, contains), "text" (ROUGE-L, or chrF in other languages), "number",
     "choice", "instructions", or "open" (not at all). Inferred if unset."""
-    group: str | None = None
+    group: Text | None = None
     """Name of the group of rows that are averaged together; `kind` if unset."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
     """The most tokens of an answer, counted by the reference member; the default of its kind if unset."""
 
     def __post_init__(self) -> None:
-        check(isinstance(self.text, str) and bool(self.text.strip()), "the question is empty")
-        for name in ("references", "choices"):
-            value = getattr(self, name)
-            texts = (value,) if isinstance(value, (str, int, float)) else value or ()
-            plain = isinstance(texts, Sequence) and all(isinstance(text, (str, int, float)) for text in texts)
-            check(plain, f"{name} must be texts, not {value!r}")
-            object.__setattr__(self, name, tuple(str(text) for text in texts if str(text).strip()))
-        check(isinstance(self.passage, str), f"the passage must be a text, not {self.passage!r}")
-        instructions = self.instructions or ()
-        check(isinstance(instructions, Sequence), f"instructions must be a list of them, not {instructions!r}")
-        object.__setattr__(self, "instructions", tuple(instructions))
+        check(bool(self.text.strip()), "the question is empty")
         for instruction in self.instructions:
             check_instruction(instruction)
         object.__setattr__(self, "kind", self.kind or self._kind())
         check_choice("the question's kind", self.kind, KINDS)
-        object.__setattr__(self, "group", self.kind if self.group in (None, "") else str(self.group))
-        tokens = self.max_tokens
-        check(tokens is None or (type(tokens) is int and tokens > 0), f"max_tokens must be above 0, not {tokens!r}")
+        object.__setattr__(self, "group", self.group or self.kind)
         self._check_kind()
 
     def _kind(self) -> str:
@@ -156,12 +154,8 @@ def numbered(questions: Sequence[Question]) -> tuple[list[Question], list[str]]:
             fresh, more = f"{name}-{more}", more + 1
         if fresh != name:
             remarks.append(f"two questions have the id {name!r}: the second one is called {fresh!r}")
-        by_id[fresh] = _named(question, fresh)
+        by_id[fresh] = replace(question, id=fresh)
         first_text[question.prompt] = fresh
     if not by_id:
         raise ConfigError("there are no questions: give at least one")
     return list(by_id.values()), remarks
-
-
-def _named(question: Question, name: str) -> Question:
-    return Question(**{**{field: getattr(question, field) for field in Question.__dataclass_fields__}, "id": name})

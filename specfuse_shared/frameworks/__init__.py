@@ -1,6 +1,6 @@
 """Code that both adapters share: the settings of a model over an ensemble, and records as plain JSON.
 
-Needs pydantic, which both frameworks install. The engine never imports this package.
+The engine never imports this package.
 """
 
 from specfuse_shared.frameworks.answer_reader import AnswerEnd, AnswerPart, AnswerReader, fold_async

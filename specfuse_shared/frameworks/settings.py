@@ -31,7 +31,7 @@ from pydantic import (
 
 from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig, SamplingParams
-from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
+from specfuse_shared.errors import ConfigError, MemberFailedWarning
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks.records import Detail
 from specfuse_shared.loading import ensembles
@@ -39,7 +39,7 @@ from specfuse_shared.loading.config_files import plain, plain_config, read_ensem
 from specfuse_shared.loading.context_limits import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.loading.sources import check_sources
-from specfuse_shared.validation import unknown_setting
+from specfuse_shared.validation import own_error, unknown_setting
 
 TRANSPORT_OPTIONS = frozenset(
     {
@@ -282,7 +282,7 @@ class EnsembleSettings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _own_error(error) or error from None
+            raise own_error(error) or error from None
 
     @model_validator(mode="before")
     @classmethod
@@ -452,9 +452,3 @@ def _as_engine(value: Any) -> Any:
     if not isinstance(value, EnsembleEngine):
         raise ConfigError(f"engine must be an EnsembleEngine, not {type(value).__name__}: EnsembleEngine(members)")
     return value
-
-
-def _own_error(error: ValidationError) -> SpecFuseError | None:
-    """The `SpecFuseError` that pydantic wrapped, if there is one."""
-    causes = (detail.get("ctx", {}).get("error") for detail in error.errors())
-    return next((cause for cause in causes if isinstance(cause, SpecFuseError)), None)

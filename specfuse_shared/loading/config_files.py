@@ -14,14 +14,11 @@ from typing import Any
 from specfuse_shared.config import BACKSLASHES, DEMO, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.ensembles import members_of
-from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
+from specfuse_shared.validation import S, check, check_choice, unknown_setting
 
 TABLES = ("server", "sampling", "ensembles", "clients")
-
-
+_SETTINGS = tuple(f.name for f in fields(EnsembleConfig))
 _OF_BACKSLASHES = ("Unescaped '", "Invalid hex value", "not a Unicode scalar")
-
-
 """The library's error for "C:\\models" and "C:\\Users" in double quotes."""
 
 
@@ -57,7 +54,7 @@ def read_toml(path: Path) -> Mapping[str, Any]:
 def tables_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The tables of a file, of which one at least is an ensemble. Raises `ConfigError`."""
     for name in data:
-        if name in plain_types(EnsembleConfig):
+        if name in _SETTINGS:
             raise ConfigError(f"{name} is outside every table: write [ensembles.demo] on a line above it")
         if name not in TABLES:
             raise unknown_setting("the file", name, TABLES)
@@ -73,25 +70,23 @@ def ensembles_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, EnsembleC
 def ensemble_of_table(name: str, table: Any) -> EnsembleConfig:
     """The configuration in `[ensembles.NAME]`. Raises `ConfigError` that names the table and the expected value."""
     where = f"[ensembles.{name}]"
-    settings = dict(checked(EnsembleConfig, table_of(f"ensembles.{name}", table), where, also=("preset",)))
+    settings = dict(table_of(f"ensembles.{name}", table))
+    for key in settings:
+        if key not in (names := (*_SETTINGS, "preset")):
+            raise unknown_setting(where, key, names)
     members, preset = settings.pop("members", None), settings.pop("preset", "default")
     check(members is not None, f'{where} has no members: add members = "demo", or a list of models')
     try:
-        return EnsembleConfig.preset(preset, _members(members, where), **settings)
+        return EnsembleConfig.preset(preset, _members(members), **settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _members(value: Any, where: str) -> Sequence[MemberConfig | str]:
+def _members(value: Any) -> Sequence[MemberConfig | str]:
     if value == DEMO:
         return members_of(DEMO)
     check(isinstance(value, list), f'members is {value!r}: give "demo", or a list of models')
-    return [
-        MemberConfig.from_dict(checked(MemberConfig, member, f"a member of {where}"))
-        if isinstance(member, Mapping)
-        else member
-        for member in value
-    ]
+    return [MemberConfig.from_dict(member) if isinstance(member, Mapping) else member for member in value]
 
 
 def table_of(name: str, value: Any) -> Mapping[str, Any]:
@@ -100,14 +95,12 @@ def table_of(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def checked(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
-    """The table, whose keys `owner` has and whose plain values are of the types that it says."""
-    plain = [*plain_types(owner), *also]
-    for key, value in table.items():
-        if key not in plain:
-            raise unknown_setting(where, key, plain)
-        check_type(f"{where}.{key}", value, plain_types(owner).get(key, (str,)))
-    return table
+def of_table(kind: type[S], name: str, table: Any) -> S:
+    """The settings in the table `[NAME]`. Raises `ConfigError` that names the table and the expected value."""
+    try:
+        return kind.from_dict(table_of(name, table))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(kind.__name__, f"[{name}]", 1)) from error
 
 
 def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from specfuse_shared.config import MemberConfig
+from specfuse_shared.config import BackendName, DtypeName, MemberConfig
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import cache_folder
 
@@ -19,7 +19,7 @@ ADAPTERS = Path(__file__).parent / "demo_adapters"
 
 
 def demo_members(
-    *, cache_dir: str | None = None, dtype: str = "auto", backend: str = "auto"
+    *, cache_dir: str | None = None, dtype: DtypeName = "auto", backend: BackendName = "auto"
 ) -> tuple[MemberConfig, ...]:
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 

@@ -186,7 +186,7 @@ def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path:
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "SPECFUSE_API_KEY holds no key"),
-        (["--port", "99999"], "--port must be 0 to 65535"),
+        (["--port", "99999"], "--port must be between 0 and 65535"),
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--config", "none.toml", "--member", "x"], "leave --member"),
         (["--prot", "1"], "--port"),

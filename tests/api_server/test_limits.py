@@ -190,9 +190,9 @@ def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSetting
     [
         ('api_key_env = "NO_SUCH_KEY"', "NO_SUCH_KEY holds no key"),
         ("max_requests = 5", "no api_key_env"),
-        ("max_requests = 0", "max_requests must be positive"),
-        ("max_answers = 0", "max_answers must be positive"),
-        ("requests_per_minute = -1", "requests_per_minute must be positive"),
+        ("max_requests = 0", "max_requests must be at least 1"),
+        ("max_answers = 0", "max_answers must be at least 1"),
+        ("requests_per_minute = -1", "requests_per_minute must be at least 1"),
         ("speed = 1", "no setting 'speed'"),
         ('max_requests = "many"', "must be a whole number"),
     ],

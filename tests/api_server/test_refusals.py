@@ -114,7 +114,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], wo
     ("path", "change", "param", "message"),
     [
         ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens must be"),
-        ("/v1/chat/completions", {"stop": ""}, "stop", "stop must"),
+        ("/v1/chat/completions", {"stop": ""}, "stop", "stop[0] must have at least 1 character"),
         ("/v1/chat/completions", {"tool_choice": 5}, "tool_choice", "string"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
         ("/v1/completions", {"prompt": "Hi", "logprobs": 21}, "logprobs", "less than or equal to 20"),

@@ -1,4 +1,4 @@
-"""On a lent card there is pytest and little else: `pytest -m gpu` starts there, and says what it skips and why."""
+"""A lent card has pydantic, pytest and little else: `pytest -m gpu` starts there, and says what it skips and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PathFinder.find_spec = classmethod(find)
 """
 MISSING = (
     *("pytest_timeout", "pytest_asyncio", "xdist", "hypothesis", "psutil", "accelerate", "gguf", "httpx", "starlette"),
-    *("langchain_core", "llama_index", "pydantic", "prometheus_client", "llguidance", "peft", "jsonschema"),
+    *("langchain_core", "llama_index", "prometheus_client", "llguidance", "peft", "jsonschema"),
 )
 
 

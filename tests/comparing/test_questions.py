@@ -86,7 +86,7 @@ def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path:
     assert "did you mean 'short'?" in texts["line 9"]
     assert "did you mean 'punctuation:no_comma'?" in texts["line 10"]
     assert "'keywords:existence' cannot be checked" in texts["line 11"]
-    assert "max_tokens must be above 0, not -1" in texts["line 12"]
+    assert "max_tokens must be at least 1 or None, not -1" in texts["line 12"]
     assert result.remarks[-1] == "columns without effect: note"
 
 
@@ -153,12 +153,12 @@ def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"context": ["It is", "Rome."]}, "the passage must be a text"),
-        ({"context": 5}, "the passage must be a text, not 5"),
+        ({"context": ["It is", "Rome."]}, "passage must be a text"),
+        ({"context": 5}, "passage must be a text, not 5"),
         ({"instructions": 5}, "instructions must be a list"),
-        ({"answers": {"en": ["Rome"]}}, "references must be texts, not {'en'"),
-        ({"answers": [["Rome"]]}, "references must be texts"),
-        ({"choices": {"a": "Rome"}, "answer": "Rome"}, "choices must be texts"),
+        ({"answers": {"en": ["Rome"]}}, "references must be a list, not dict"),
+        ({"answers": [["Rome"]]}, "references[0] must be a text"),
+        ({"choices": {"a": "Rome"}, "answer": "Rome"}, "choices must be a list"),
     ],
 )
 def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, Any], message: str) -> None:

@@ -110,7 +110,7 @@ def test_feedback_moves_the_ratio_of_two_votes_no_further_than_its_limit() -> No
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1])
 def test_a_limit_below_one_is_none(limit: float) -> None:
-    with pytest.raises(ConfigError, match=r"feedback_limit must be ≥ 1 or None, not"):
+    with pytest.raises(ConfigError, match=r"feedback_limit must be at least 1 or None, not"):
         EnsembleConfig(["a"], feedback_limit=limit)
 
 

@@ -265,7 +265,7 @@ def test_settings_of_the_cluster_are_checked(tmp_path: Path) -> None:
         EnsembleConfig(["a"], ray_address="auto")
     with pytest.raises(ConfigError, match="did you mean 'ray'"):
         EnsembleConfig(["a"], runtime="rays")
-    with pytest.raises(ConfigError, match="amounts by name"):
+    with pytest.raises(ConfigError, match=r"resources\['GPU'\] must be a number, not 'one'"):
         MemberConfig("a", resources={"GPU": "one"})
     member = MemberConfig("a", resources={"GPU": 1, "memory": 2e9})
     assert MemberConfig.from_dict(plain_config(member)) == member

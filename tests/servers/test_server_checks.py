@@ -202,7 +202,7 @@ def test_a_key_goes_to_its_server_and_nowhere_else(
         ({"server": "http://host:8000", "api_key_env": "KEY"}, "could read the key"),
         ({"server": "http://127.0.0.1:8000", "dtype": "float16"}, "dtype is decided by the server"),
         ({"server": "http://127.0.0.1:8000", "adapter": "a"}, "adapter is decided by the server"),
-        ({"server": "http://127.0.0.1:8000", "server_timeout": 0}, "server_timeout must be positive"),
+        ({"server": "http://127.0.0.1:8000", "server_timeout": 0}, "server_timeout must be above 0"),
         ({"api_key_env": "KEY"}, "api_key_env is set without server"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "+".join(value),

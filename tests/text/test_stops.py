@@ -59,8 +59,15 @@ def test_every_stop_is_found_wherever_it_overlaps_others(text: str, addition: st
         assert [m.stop for m in result if m.start == at] == ([max(here, key=len)] if here else [])
 
 
-@pytest.mark.parametrize("stop", [["x"] * (MOST_STOPS + 1), ["x" * (LONGEST_STOP + 1)]])
-def test_too_many_stops_and_too_long_ones_are_refused(stop: list[str]) -> None:
-    with pytest.raises(ConfigError, match=f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters"):
+@pytest.mark.parametrize(
+    ("stop", "reported"),
+    [
+        (["x"] * (MOST_STOPS + 1), rf"stop must have at most {MOST_STOPS} items, not {MOST_STOPS + 1}$"),
+        (["a", "x" * (LONGEST_STOP + 1)], rf"stop\[1\] must have at most {LONGEST_STOP} characters, not 'x"),
+        (["a", ""], r"stop\[1\] must have at least 1 character, not ''"),
+    ],
+)
+def test_too_many_stops_and_too_long_or_empty_ones_are_refused(stop: list[str], reported: str) -> None:
+    with pytest.raises(ConfigError, match=rf"SamplingParams\.{reported}"):
         SamplingParams(stop=stop)
     assert SamplingParams(stop=["x" * LONGEST_STOP] * MOST_STOPS)

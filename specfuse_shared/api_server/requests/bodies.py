@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from specfuse_shared.config import MOST_TOP_LOGPROBS
+from specfuse_shared.config import TopLogprobs
 from specfuse_shared.errors import RequestError
 from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Detail
 from specfuse_shared.messages import earlier_fields
@@ -227,7 +227,7 @@ class ChatBody(Asked):
     messages: Several[MessageBody] = Field(min_length=1, max_length=MOST_TURNS)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: TopLogprobs | None = None
     tools: Several[ToolBody] | None = None
     tool_choice: str | ToolChoiceBody | AllowedChoiceBody | None = None
     parallel_tool_calls: bool | None = None
@@ -238,7 +238,7 @@ class CompletionBody(Asked):
     """POST /v1/completions. A prompt is one user turn."""
 
     prompt: str | Several[str]
-    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    logprobs: bool | TopLogprobs | None = None
 
     @field_validator("prompt")
     @classmethod

@@ -30,7 +30,7 @@ from specfuse_shared.serving.calls import CallOptions, choice_of, conversation_o
 from specfuse_shared.text.grammars.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6
-_SETTING = re.compile(r"SamplingParams\.(\w+) ")
+_SETTING = re.compile(r"SamplingParams\.(\w+)")
 """The beginning of error messages about sampling."""
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
 

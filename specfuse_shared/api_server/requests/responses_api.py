@@ -27,7 +27,7 @@ from specfuse_shared.api_server.requests.bodies import (
     ToolBody,
     ToolChoiceBody,
 )
-from specfuse_shared.config import MOST_TOP_LOGPROBS
+from specfuse_shared.config import TopLogprobs
 from specfuse_shared.messages import earlier_fields
 
 LOGPROBS = "message.output_text.logprobs"
@@ -175,7 +175,7 @@ class ResponsesBody(Asked):
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     include: Several[str] | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: TopLogprobs | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
 
     ignored = Asked.ignored - {"store", "metadata"} | {"max_tool_calls", "prompt_cache_options"}
