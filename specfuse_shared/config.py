@@ -183,7 +183,21 @@ class MemberConfig(Settings):
             check(False, f'MemberConfig.{conflicting[0]} goes with backend="llama.cpp"')
 
     def set_of(self, names: Sequence[str]) -> list[str]:
-        """The settings among `names` that differ from their default."""
+        """The settings that differ from their default.
+
+        Args:
+            names: Settings to look at.
+
+        Returns:
+            Those of `names` that were set, in their order.
+
+        Example:
+            ```python
+            from specfuse_shared import MemberConfig
+
+            print(MemberConfig("Qwen/Qwen3-8B", dtype="float32").set_of(["dtype", "device"]))
+            ```
+        """
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -488,20 +502,42 @@ class EnsembleConfig(Settings):
         return replace(self, members=members, reference=self.reference if self.reference in names else None)
 
     def draft_limits(self, limit: int) -> tuple[int, ...]:
-        """Numbers of drafted tokens after which candidates are compared; the last one is `limit`."""
+        """Numbers of drafted tokens after which candidates are compared (`early_margin`).
+
+        Args:
+            limit: The most tokens of a draft.
+
+        Returns:
+            The numbers, growing; the last one is `limit`.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).draft_limits(20))
+            ```
+        """
         early, count = [], self.segment_tokens
         while self.early_margin and count < limit:
             early.append(count)
             count *= 2
         return (*early, limit)
 
-    looks = draft_limits
-    """The former name."""
-
     def margin(self, *, whole: bool) -> float:
-        """Factor by which the winner's vote has to exceed every other vote to be streamed before drafts are finished.
+        """The factor by which a vote must exceed every other one to be streamed before drafts are finished.
 
-        `whole`: candidates should be compared in full. Then the factor is higher.
+        Args:
+            whole: Candidates are better compared in full. Then the factor is four times as high.
+
+        Returns:
+            The factor; 0: never early.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).margin(whole=True))
+            ```
         """
         return _WHOLE * self.early_margin if whole else self.early_margin
 
@@ -519,9 +555,6 @@ class EnsembleConfig(Settings):
         """The most candidate tokens of one member in a round, if its draft differs at each of the `draft_limits`."""
         return sum(self.draft_limits(self.longest_segment))
 
-    most_tried = max_candidate_tokens
-    """The former name."""
-
     @property
     def member_configs(self) -> tuple[MemberConfig, ...]:
         return tuple(m for m in self.members if isinstance(m, MemberConfig))
@@ -536,14 +569,50 @@ class EnsembleConfig(Settings):
         return self.reference or self.names[0]
 
     def score_policy(self) -> ScorePolicy:
+        """The policy that `score` names, or the one that it is.
+
+        Returns:
+            A `ScorePolicy`.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).score_policy())
+            ```
+        """
         if not isinstance(self.score, str):
             return self.score
         return SCORES[self.score](per=self.units)
 
     def aggregate_policy(self) -> AggregatePolicy:
+        """The policy that `aggregate` names, or the one that it is.
+
+        Returns:
+            A `AggregatePolicy`.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).aggregate_policy())
+            ```
+        """
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate
 
     def feedback_policy(self) -> FeedbackPolicy:
+        """The policy that `feedback` names, or the one that it is.
+
+        Returns:
+            A `FeedbackPolicy`.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).feedback_policy())
+            ```
+        """
         if not isinstance(self.feedback, str):
             return self.feedback
         if self.feedback == "uniform":
@@ -551,6 +620,18 @@ class EnsembleConfig(Settings):
         return policies.OnlineFeedback(self.feedback, self.feedback_rate)
 
     def exit_policy(self) -> ExitPolicy:
+        """The policy that `exit` names, or the one that it is.
+
+        Returns:
+            A `ExitPolicy`.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig
+
+            print(EnsembleConfig(["Qwen/Qwen3-8B", "google/gemma-3-4b-it"]).exit_policy())
+            ```
+        """
         if not isinstance(self.exit, str):
             return self.exit
         if self.exit == "never" or len(self.members) <= self.min_active:
@@ -624,7 +705,25 @@ class SamplingParams(Settings):
 
     @classmethod
     def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """`defaults` overridden by `given`; a call with `logprobs=False` also drops `top_logprobs`."""
+        """Parameters of a call: defaults, and what the call sets.
+
+        Args:
+            defaults: Fields by name.
+            given: Fields that override them. `logprobs=False` also drops `top_logprobs`.
+
+        Returns:
+            The parameters.
+
+        Raises:
+            ConfigError: An unknown field or an invalid value.
+
+        Example:
+            ```python
+            from specfuse_shared import SamplingParams
+
+            print(SamplingParams.on_top({"max_tokens": 64, "top_k": 40}, {"max_tokens": 8}).max_tokens)
+            ```
+        """
         none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
         return cls.from_dict({**defaults, **none, **given})
 

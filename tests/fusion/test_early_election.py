@@ -120,7 +120,6 @@ def test_draft_limits_double_up_to_the_limit() -> None:
     assert config.draft_limits(5) == (5,)
     assert with_settings(config, early_margin=0).draft_limits(20) == (20,)
     assert config.max_candidate_tokens == 35
-    assert (config.looks(20), config.most_tried) == ((5, 10, 20), 35), "former names"
     for preset in ("fast", "specfuse", "specem"):
         chosen = EnsembleConfig.preset(preset, ["a", "b"])
         assert chosen.draft_limits(chosen.longest_segment) == (chosen.longest_segment,), preset
