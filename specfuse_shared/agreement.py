@@ -6,8 +6,9 @@ A member would have written a character of the chosen segment if its own draft h
 Nothing is known after the end of a shorter draft. Text that a grammar forces and text with only one opinion do not
 count.
 
-Differences between texts rank numbers and names first, then other words. A number, name or longer word of an answer is
-a difference if another answer lacks it. `api_server/static/each.js` has the same rules.
+For whole texts (`differences_of`), a number, name or longer word is a difference if another text lacks it; they come in
+the text's order. `api_server/static/each.js` has the same rules. Within an answer (`differences_among`), numbers come
+first, then names, longer words and short words.
 """
 
 from __future__ import annotations
@@ -439,8 +440,8 @@ class _ComparedRound:
             yield _Stretch(i1, i2, j1, j2)
 
     def _unlike(self, ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """Stretches that differ. A few short words between two of them, such as "the", join them, unless either side
-        has equally many words."""
+        """Stretches that differ. A few short words between two of them, such as "the", join them, unless each of the
+        two replaces words by equally many words."""
         spans: list[tuple[int, int, int, int]] = []
         for tag, i1, i2, j1, j2 in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
             if tag == "equal":

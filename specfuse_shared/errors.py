@@ -102,7 +102,7 @@ class PlacementError(MemberLoadError):
 
 
 class UnsupportedModelError(MemberLoadError):
-    """Neither packed nor row-by-row verification reproduces the model's own probabilities."""
+    """Verification, in one forward pass or row by row, does not reproduce the model's own probabilities."""
 
 
 class ServerError(MemberLoadError):
@@ -128,7 +128,8 @@ class ServerSettingsError(ServerError):
 class RequestError(SpecFuseError):
     """This request cannot be served; other requests are not affected.
 
-    It is not a `ValueError`: frameworks treat those as bad output of the model, and continue without an answer.
+    Only `ValueTooLongError` is also a `ValueError`: frameworks treat those as bad output of the model, and continue
+    without an answer.
     """
 
 
@@ -141,10 +142,13 @@ class PromptTooLongError(RequestError):
     shared = ("member", "limit", "count")
 
     def __init__(self, member: str, limit: int, count: int, segment_tokens: int, *, at_least: bool = False) -> None:
+        remedy = f"shorten the prompt by at least {count + segment_tokens - limit} tokens"
+        if segment_tokens >= limit:
+            remedy = "no prompt fits: lower first_segment_tokens or segment_tokens"
         super().__init__(
             f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}. This model's "
-            f"maximum context length is {limit} tokens, and the first segment needs {segment_tokens} of them: shorten "
-            f"the prompt by {count + segment_tokens - limit} tokens or leave this member out"
+            f"maximum context length is {limit} tokens, and a segment may need {segment_tokens} of them: {remedy}, "
+            "raise the member's max_context if it is set, or leave this member out"
         )
         self.member = member
         self.limit = limit

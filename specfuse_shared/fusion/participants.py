@@ -5,9 +5,9 @@ Members without space refuse a prompt before any model runs, and leave once thei
 In some rounds one member, the leader, drafts first, and the others use its draft as a guess. If members run one after
 another, this saves the others time, except on an accelerator that runs at least as many answers as it has members. If
 members run in parallel, they draft at the same time, unless a leader saves more than it costs. That depends on the cost
-of their forward passes, and on how often one draft settled a recent round. A single answer must get its drafts earlier.
-For many answers, which keep all lanes busy, the cost must fall clearly. Seconds are measured and rounded, so that runs
-with the same seed rarely have different leaders.
+of their forward passes, and on how often one draft settled a recent round. With few answers, a round with a leader must
+be shorter than one without. With many, which keep all lanes busy, its cost summed over the members must be clearly
+lower. Seconds are measured and rounded, so that runs with the same seed rarely have different leaders.
 
 A round may have a deadline (`EnsembleConfig.round_seconds`). A member that has not answered by then, while others
 wait, misses the round. Its stage continues. Once that is done the member is back, and commits the missed text before
@@ -185,7 +185,7 @@ class Participants:
         return max(1, min(max_tokens, limit - len(participant.prompt) - 2 * self._room(len(self.active))))
 
     def scoring_prompt(self, name: str, texts: Iterable[str], thoughts: str = "") -> tuple[int, ...]:
-        """The ids that a member reads before texts that it scores: its prompt and an empty reasoning, if it reasons.
+        """The ids that a member reads before texts that it scores: its prompt and, if it reasons, its `thoughts`.
 
         Raises `RequestError` if its context does not hold one of them.
         """
@@ -214,7 +214,8 @@ class Participants:
 _ANSWERS_A_LANE = 2
 """With this many answers per lane, no lane is idle while an answer waits for its leader."""
 _CLEARLY = 0.8
-"""Lanes wait for each other's stages, which then share fewer forward passes: required saving by a leader."""
+"""If all lanes are busy, a leader's round may cost at most this share of a round without a leader: members then wait
+for each other, and their stages share fewer forward passes."""
 _MEMORY = 0.8
 
 
@@ -344,10 +345,8 @@ Results = Mapping[str, StageResult]
 class Wanted:
     """The stages that an answer requests next, by member; awaited, it gives the results.
 
-    The answer waits for all of them, with two exceptions.
-
-    Members that miss the `deadline` sit out, and their results come later. Members in `unwaited` release
-    the answer at any time.
+    The answer waits for all of them, with two exceptions. Members that miss the `deadline` sit out, and their results
+    come later. For stages of members in `unwaited`, such as the `Close` of a late member, it does not wait.
     """
 
     ops: Ops

@@ -60,7 +60,8 @@ def grouped_kernel(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention that never copies keys and values for grouped-query heads.
+    """Scaled dot-product attention that does not copy keys and values for grouped-query heads, unless a mask comes with
+    more than `_MOST_FOLDED_QUERIES` queries.
 
     Folds the G query heads of a key head into the query dimension: (B, H, Q, D) → (B, H/G, G·Q, D). Long queries
     (prefill) and plain causal calls go to the functions of torch and transformers.

@@ -124,9 +124,9 @@ class ModelRunner:
     """Runs `model` (a causal LM in eval mode); `pool` holds the caches of all its answers, `prefixes` what
     earlier answers left. On a GPU shared with other models, callers use its `stream`.
 
-    `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
-    (Mamba), so `append` feeds them one by one. `slots`: the size of a slot of its cache, if known. `graphs`: use
-    packed steps over `pages` pages, captured by these. `stream`: its stream; a new one by default.
+    `plan` None: the model cannot score a token tree in one forward pass. `one_by_one`: its cache takes a single token
+    at a time (Mamba), so `append` feeds them one by one. `slots`: the size of a slot of its cache, if known. `graphs`:
+    use packed steps over `pages` pages, captured by these. `stream`: its stream; a new one by default.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class ModelRunner:
         logits: dict[int, torch.Tensor] = {}
         for side, numbers in self.longrope.apart(segments):
             with self.longrope.on(side):
-                logits |= zip(numbers, self._packed([segments[n] for n in numbers], plan), strict=True)
+                logits |= zip(numbers, self._dynamic_step([segments[n] for n in numbers], plan), strict=True)
         return [logits[n] for n in range(len(segments))]
 
     @property
@@ -225,7 +225,7 @@ class ModelRunner:
             "dynamic": self.dynamic,
         }
 
-    def _packed(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
+    def _dynamic_step(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
         self.dynamic += 1
         batch = Batch(segments, plan, self.device, self.dtype)
         at = np.concatenate([s.slot_positions()[-len(s.ids) :] for s in batch.segments])

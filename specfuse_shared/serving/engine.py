@@ -309,7 +309,8 @@ class EnsembleEngine:
 
         Raises:
             RequestError: The request cannot be served; raised by this call, before any model runs.
-            GenerationError: The answer failed; raised by the iterator, with the text so far.
+            GenerationError: The answer failed; raised by the iterator, with the text so far. If `timeout` passes before
+                the answer is queued, this call raises `RequestTimeoutError`, one of its subclasses.
 
         Example:
             ```python
@@ -474,7 +475,7 @@ class EnsembleEngine:
             Events, from `StartEvent` to `FinishEvent`.
 
         Raises:
-            SpecFuseError: As in `stream`.
+            SpecFuseError: As in `stream`, but always by the iterator.
 
         Example:
             ```python

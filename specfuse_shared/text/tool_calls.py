@@ -60,7 +60,7 @@ class ToolUse:
     def __post_init__(self) -> None:
         tools = tuple(self.tools)
         object.__setattr__(self, "tools", tools)
-        check(all(isinstance(t, Tool) for t in tools), "tools must hold Tool objects, or dictionaries of tools")
+        check(all(isinstance(t, Tool) for t in tools), "tools must hold Tool objects: use Tool.from_dict")
         names = [tool.name for tool in tools]
         check(len(set(names)) == len(names), f"tools holds two tools of one name: {names}")
         for name in names:
@@ -135,7 +135,10 @@ def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise
         return Grammar.lark("\n".join(rules))
     except GrammarError as error:
         message = re.sub("^this lark grammar", "their grammar", str(error), flags=re.IGNORECASE)
-        raise GrammarError(f"these {len(offered)} tools cannot be offered together: {message}") from None
+        what = f"these {len(offered)} tools" if len(offered) > 1 else f"the tool {offered[0].name!r}"
+        what += "" if otherwise is None else " and the grammar of the answer"
+        together = " together" if len(offered) > 1 or otherwise is not None else ""
+        raise GrammarError(f"{what} cannot be offered{together}: {message}") from None
 
 
 @dataclass(frozen=True, slots=True)
