@@ -59,18 +59,7 @@ CITIES = (
 )  # fmt: skip
 PEOPLE = ("Ada", "Bruno", "Chen", "Dalia", "Emil", "Fatima", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena", "Mara")
 THINGS = ("lamp", "kettle", "bicycle", "tent", "blue jacket", "notebook", "headphones", "garden chair", "clock", "mug")
-WORDS = (
-    "ephemeral",
-    "garden",
-    "bridge",
-    "moonlight",
-    "wait_seconds",
-    "harbour",
-    "thunder",
-    "window",
-    "river",
-    "copper",
-)
+WORDS = ("ephemeral", "garden", "bridge", "moonlight", "patience", "harbour", "thunder", "window", "river", "copper")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "tomorrow")
 TIMES = ("7:30", "9:00", "12:15", "16:45", "18:00", "20:30")
 CODES = ("A17", "QX-204", "7781", "B-33", "LN9042", "C5", "2210", "K-8")
