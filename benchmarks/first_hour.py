@@ -12,7 +12,7 @@ versions   versions, symbols of torch that CUDA graphs depend on, streams, tools
 costs      copies, matrix products, attention with and without a mask from 1k to 32k, launches, uploads
 graphs     graphs dropped and captured again, captures while another thread waits; also under compute-sanitizer
 tests      the tests marked gpu
-speed      `benchmarks/gpu.py speed`: decoding, rounds, 1, 8 and 32 answers, speculation on and off
+speed      `benchmarks/gpu.py`: decoding, rounds, 1, 8 and 32 answers, speculation on and off
 contexts   the same measurements after 512 to 32,768 tokens
 soak       mixed lengths with small caches; every answer is compared with dynamic execution
 profile    the operations of a round and their times, for 1 and 32 answers
@@ -135,7 +135,7 @@ def contexts(sheet: Sheet, card: Card) -> None:
 
 def _speed(sheet: Sheet, card: Card, parts: Sequence[str]) -> None:
     file = card.out / f"{sheet.name}-gpu.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "speed", "--json", str(file), *parts]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--json", str(file), *parts]
     command += ["--tiny", "--repeats", "1", "--minutes", "2"] if card.tiny else ["--device", str(card.device)]
     done = _run(command, MOST_SECONDS - 10)
     result = read_sheet(file)
