@@ -1,17 +1,17 @@
-"""The demo in applications: questions over documents, agents with tools, and forms that are filled from notes.
+"""The demo in applications: questions over documents, agents with tools, and forms filled from notes.
 
     python benchmarks/applications.py questions [--settings JSON] [--member NAME] [--published] [--out FILE.md]
     python benchmarks/applications.py agents [--settings JSON]
     python benchmarks/applications.py extraction
 
-`questions`: twenty questions over the documents of the examples, the demo's answers, and how many contain the fact. The
-chain is the one in `examples/rag_langchain.py`. An answer is right if it contains all facts of its question.
+`questions`: twenty questions over the documents of the examples, with the chain of `examples/rag_langchain.py`. It
+prints the answers and how many are right. A right answer contains all facts of its question.
 
-`agents`: do agents call the right tool, and none where none helps? Twenty and twenty questions, four tools.
-`create_agent` of LangChain and LlamaIndex's `FunctionAgent`, `tool_choice` "auto", no examples in the prompt. The
-demo's members were taught with other tools, of other subjects, and with none of these questions.
+`agents`: whether agents call the right tool for twenty questions, and no tool for twenty others. There are four tools.
+The agents are LangChain's `create_agent` and LlamaIndex's `FunctionAgent`, with `tool_choice` "auto" and no examples in
+the prompt. The demo's members were trained with other tools, other subjects and none of these questions.
 
-`extraction`: how members should be asked for a schema's values: ten short notes, three ways, the share of right fields.
+`extraction`: the share of right fields in ten forms filled from short notes, with three prompts for the schema.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from specfuse_shared.text.grammars.grammar import schema_request
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SHOWN = 10
-"""Words of an answer on the page."""
+WORDS = 10
+"""Maximum words of an answer on the page."""
 
 
 @app.command()
 def questions(
     out: Annotated[Path | None, typer.Option(help="Markdown file for the questions and answers")] = None,
     settings: Annotated[str, typer.Option(help="settings of the ensemble, as JSON")] = "{}",
-    member: Annotated[str | None, typer.Option(help="ask this member alone")] = None,
+    member: Annotated[str | None, typer.Option(help="use only this member")] = None,
     published: Annotated[bool, typer.Option(help="SmolLM2 without its adapter")] = False,
 ) -> None:
-    """Twenty questions over the documents of the examples."""
+    """Answer twenty questions over the documents of the examples."""
     smol, gemma = demo_members()
     pair = (replace(smol, adapter=None) if published else smol, gemma)
     members = [m for m in pair if member in (None, m.name)]
@@ -58,26 +58,26 @@ def questions(
         hit = is_right(row, answer)
         right += hit
         print(f"{'+' if hit else '-'} {row['question']}\n    {answer}")
-    print(f"{right} of {len(answers)} hold the fact")
+    print(f"{right} of {len(answers)} contain the fact")
     if out is not None:
         out.write_text(page(answers, right), encoding="utf-8")
 
 
 def page(answers: Sequence[tuple[dict[str, Any], str]], right: int) -> str:
-    """The questions and answers as Markdown; an answer counts in full, and is cut after `SHOWN` words."""
+    """The questions and answers as Markdown. Whole answers are graded; the page has their first `WORDS` words."""
     lines = [
         "# Twenty questions",
         "",
         "The demo ensemble answers all questions over `examples/documents`, with the chain of",
         "`examples/rag_langchain.py` (`python benchmarks/applications.py questions --out FILE`).",
-        f"{right} of {len(answers)} answers contain the fact. Answers are cut after {SHOWN} words here.",
+        f"{right} of {len(answers)} answers contain the fact. Answers are cut after {WORDS} words here.",
         "The members were not trained on these documents or on the wording of the prompt. 12 questions have the form",
         "of training questions about synthetic facts ([training data](experiments.md#training-data)).",
         "",
     ]
     for row, answer in answers:
         mark = "" if is_right(row, answer) else " *Wrong.*"
-        lines.append(f"- **{row['question']}** {' '.join(shortened(answer, SHOWN).split())}{mark}")
+        lines.append(f"- **{row['question']}** {' '.join(shortened(answer, WORDS).split())}{mark}")
     return "\n".join(lines) + "\n"
 
 
@@ -93,9 +93,9 @@ def ask_all(members: Sequence[MemberConfig], settings: dict[str, Any]) -> list[t
         store = rag_langchain.open_store(Path(folder), rag_langchain.MiniLM())
         model = ChatSpecFuse(engine=engine, max_tokens=rag_langchain.MAX_TOKENS)
         chain = rag_langchain.build_chain(store, model)
-        found = [chain.invoke(row["question"]) for row in rows]  # one by one: company changes answers in bf16
+        results = [chain.invoke(row["question"]) for row in rows]  # one by one: in bf16, batches change answers
         store.client.close()
-    return [(row, answer["answer"].text.strip()) for row, answer in zip(rows, found, strict=True)]
+    return [(row, answer["answer"].text.strip()) for row, answer in zip(rows, results, strict=True)]
 
 
 def is_right(row: dict[str, Any], answer: str) -> bool:
@@ -175,12 +175,12 @@ TOOLS: list[Callable[..., Any]] = [air_quality, reserve_parking, film_times, len
 
 @app.command()
 def agents(settings: Annotated[str, typer.Option(help="settings of the ensemble, as JSON")] = "{}") -> None:
-    """Twenty questions that need a tool and twenty that need none, with both frameworks."""
+    """Ask twenty questions that need a tool and twenty that need none, with both frameworks."""
     warnings.simplefilter("ignore")
     with EnsembleEngine(EnsembleConfig(demo_members(), **json.loads(settings))) as engine:
         for name, ask in (("create_agent", with_langchain(engine)), ("FunctionAgent", with_llamaindex(engine))):
             print(f"\n{name}")
-            called = [show(ask, question, [wanted]) for question, wanted in NEEDED]
+            called = [show(ask, question, [tool]) for question, tool in NEEDED]
             quiet = [show(ask, question, []) for question in NOT_NEEDED]
             print(f"{name}: the right tool in {sum(called)} of {len(called)}, none in {sum(quiet)} of {len(quiet)}")
 
@@ -188,10 +188,10 @@ def agents(settings: Annotated[str, typer.Option(help="settings of the ensemble,
 Ask = Callable[[str], tuple[list[str], str]]
 
 
-def show(ask: Ask, question: str, wanted: list[str]) -> bool:
-    """Whether the first calls are the wanted ones."""
+def show(ask: Ask, question: str, expected: list[str]) -> bool:
+    """Ask and print; whether the first call is the expected one, or, if `expected` is empty, there is no call."""
     calls, answer = ask(question)
-    right = [call.partition("(")[0] for call in calls[:1]] == wanted
+    right = [call.partition("(")[0] for call in calls[:1]] == expected
     print(f"{'+' if right else '-'} {question}  {' '.join(calls)}\n    {answer}")
     return right
 
@@ -204,9 +204,9 @@ def with_langchain(engine: EnsembleEngine) -> Ask:
 
     def ask(question: str) -> tuple[list[str], str]:
         messages: list[Any] = []
-        asked: Any = {"messages": [("user", question)]}
+        request: Any = {"messages": [("user", question)]}
         try:
-            for state in agent.stream(asked, {"recursion_limit": 8}, stream_mode="values"):
+            for state in agent.stream(request, {"recursion_limit": 8}, stream_mode="values"):
                 messages = state["messages"]
             answer = messages[-1].text
         except Exception as error:
@@ -337,29 +337,29 @@ def whole_schema(schema: dict[str, Any]) -> Message:
     return Message("system", f"Answer with JSON that fits this JSON schema:\n{json.dumps(schema)}")
 
 
-WAYS: dict[str, Callable[[dict[str, Any]], Message | None]] = {
+PROMPTS: dict[str, Callable[[dict[str, Any]], Message | None]] = {
     "nothing": lambda schema: None,
     "the whole schema": whole_schema,
-    "names, descriptions, formats (what both adapters do)": schema_request,
+    "names, descriptions, formats (as in both adapters)": schema_request,
 }
 
 
 @app.command()
 def extraction() -> None:
-    """Ten notes as forms, with three ways to name the schema."""
+    """Fill ten forms from notes, with three prompts for the schema."""
     with EnsembleEngine(EnsembleConfig(demo_members())) as engine:
-        for name, way in WAYS.items():
-            right = asked = 0
+        for name, schema_prompt in PROMPTS.items():
+            right = fields = 0
             for output_cls, text, expected in NOTES:
                 schema = output_cls.model_json_schema()
-                reported = way(schema)
-                messages = [Message("user", text), *([reported] if reported else [])]
+                message = schema_prompt(schema)
+                messages = [Message("user", text), *([message] if message else [])]
                 params = SamplingParams(max_tokens=100, grammar=Grammar.json_schema(schema))
                 value = json.loads(engine.generate(messages, params).text)
-                right += sum(str(value[key]).lower() == str(wanted).lower() for key, wanted in expected.items())
-                asked += len(expected)
+                right += sum(str(value[key]).lower() == str(fact).lower() for key, fact in expected.items())
+                fields += len(expected)
                 print(f"    {json.dumps(value)}")
-            print(f"{right:2} of {asked} fields right: {name}")
+            print(f"{right:2} of {fields} fields right: {name}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Members for benchmarks: random weights at the shapes of real models, weakened copies, engines over loaded members.
 
-Random members need no download: their weights are made on the device. Each has its own tokenizer, trained on the
-example documents. It knows a few thousand tokens of printable ASCII. The ids beyond them are padding, which no member
-may produce, so that logits are as wide as the real model's. No token ends a turn: answers have the requested length.
+Random members need no download: their weights are created on the device. Each has a tokenizer, trained on the example
+documents, with a few thousand tokens of printable ASCII. The vocabulary is padded to the real model's size, so that
+logits have the real width; no member can produce a padding token. No token ends a turn, so answers have the requested
+length.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SMALLEST_VOCABULARY, _STEP = 900, 150
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration: `kind` as transformers names it, `real` sizes, and the sizes of `--tiny`."""
+    """A model's configuration: its `kind` in transformers, its `real` sizes, and the sizes for `--tiny`."""
 
     name: str
     kind: str
@@ -41,7 +42,7 @@ class Shape:
     tiny: dict[str, Any]
 
     def config(self, tiny: bool) -> Any:
-        """Without special tokens, so that nothing ends an answer."""
+        """The configuration without special tokens, so that no token ends an answer."""
         none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return AutoConfig.for_model(self.kind, **{**self.real, **(self.tiny if tiny else {}), **none})
 
@@ -49,7 +50,7 @@ class Shape:
 def _shape(
     name: str, kind: str, sizes: tuple[int, int, int], heads: tuple[int, int, int], ids: int, **more: Any
 ) -> Shape:
-    """`sizes`: hidden, inner, layers. `heads`: of queries, of keys, numbers in each. `ids`: of the vocabulary."""
+    """`sizes`: hidden, intermediate, layers. `heads`: query heads, key heads, head size. `ids`: vocabulary size."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     real = {**dict(zip(names, (*sizes, *heads), strict=False)), "head_dim": heads[2], "vocab_size": ids, **more}
     tiny = {**dict(zip(names, (64, 96, 2, 4, 2), strict=True)), "head_dim": 16, "vocab_size": 2000}
@@ -65,13 +66,13 @@ SHAPES = (
     _shape("gemma-2-9b", "gemma2", (3584, 14336, 42), (16, 8, 256), 256000, **_SHORT, query_pre_attn_scalar=256),
     _shape("glm-4-9b", "glm", (4096, 13696, 40), (32, 2, 128), 151552, **_SHORT, attention_bias=True),
 )
-"""Llama 3 8B, Qwen 2.5 7B, Mistral 7B v0.3, Gemma 2 9B and GLM-4 9B, as their published configurations have them."""
+"""Llama 3 8B, Qwen 2.5 7B, Mistral 7B v0.3, Gemma 2 9B and GLM-4 9B, with the sizes of the published models."""
 
 
 def members(
     tiny: bool, device: torch.device, dtype: torch.dtype, execution: str, most_bytes: float
 ) -> Iterator[LocalMember]:
-    """The first shapes, in their order, that `most_bytes` of weights hold."""
+    """Members of the first shapes, as many as have at most `most_bytes` of weights together."""
     taken = 0
     for number, shape in enumerate(SHAPES):
         config = shape.config(tiny)
@@ -89,7 +90,7 @@ def members(
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of a model that is not made."""
+    """Bytes of a model's weights, without creating it."""
     with torch.device("meta"):
         return int(AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint())
 
@@ -125,7 +126,7 @@ def noisy(member: MemberConfig, noise: float, folder: Path) -> MemberConfig:
 
 
 def shallow(member: MemberConfig, layers: int, folder: Path) -> MemberConfig:
-    """A copy of the first `layers` layers, without any adapter: a smaller model, which soon repeats itself."""
+    """A copy of the first `layers` layers, without any adapter: a smaller model that tends to repeat itself."""
     target = folder / f"{member.label}-layers-{layers}"
     if not target.is_dir():
         model, tokenizer = _read(member)
@@ -156,7 +157,7 @@ SEGMENT = 10
 
 
 class LoadedEngine(EnsembleEngine):
-    """An engine over loaded members. Random weights repeat themselves, which is no reason to end an answer."""
+    """An engine over loaded members, without the repetition guard: random weights repeat themselves."""
 
     def __init__(self, members: Sequence[LocalMember], **settings: Any) -> None:
         names = [MemberConfig(member.name, name=member.name) for member in members]
@@ -176,42 +177,42 @@ class LoadedEngine(EnsembleEngine):
 
 @contextmanager
 def engine_over(
-    some: Sequence[LocalMember], every: Sequence[LocalMember] = (), **settings: Any
+    loaded: Sequence[LocalMember], freed: Sequence[LocalMember] = (), **settings: Any
 ) -> Iterator[EnsembleEngine]:
-    """An engine over some of the members; memory that earlier engines left with any of `every` is freed before."""
-    for member in every or some:
+    """An engine over loaded members. Before, the memory of earlier engines over the `freed` members is freed."""
+    for member in freed or loaded:
         member.runner.free_spare()
         member.runner.drop_steps()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with LoadedEngine(some, **settings) as engine:
+    with LoadedEngine(loaded, **settings) as engine:
         yield engine.load()
 
 
-def prompt(some: Sequence[LocalMember], size: int, start: str = "") -> list[Message]:
+def prompt(loaded: Sequence[LocalMember], size: int, start: str = "") -> list[Message]:
     """A question after filler, so that the longest member prompt has about `size` tokens."""
 
-    def asked(sentences: int) -> list[Message]:
+    def question(sentences: int) -> list[Message]:
         return [Message("user", start + SENTENCE * sentences + "Describe the log of the observatory at length.")]
 
     def length(sentences: int) -> int:
-        return max(len(member.encode_prompt(asked(sentences))) for member in some)
+        return max(len(member.encode_prompt(question(sentences))) for member in loaded)
 
     each = (length(20) - length(10)) / 10
-    return asked(max(0, int((size - length(0)) / each)))
+    return question(max(0, int((size - length(0)) / each)))
 
 
 def forwards_of(members: Sequence[LocalMember]) -> Counter[str]:
-    """Forward passes of all members so far: replayed, as packed steps without a graph, and dynamic."""
+    """Forward passes of all members so far: replayed graphs, packed steps without a graph, and dynamic ones."""
     return sum((Counter(member.report.forwards) for member in members), Counter())
 
 
-def reported(forwards: Counter[str]) -> str:
+def forwards_text(forwards: Counter[str]) -> str:
     return ", ".join(f"{forwards[way]} {way}" for way in ("replayed", "packed", "dynamic"))
 
 
 def forwards_a_token(results: Sequence[EnsembleResult], member: str | None = None) -> float:
-    """Forward passes of one or all members for a token of their encoding of the answer."""
+    """Forward passes of one member, or of all, per token of the answer in their encoding."""
     used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
     return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))

@@ -1,20 +1,20 @@
-"""Many clients at `specfuse-llm serve`, in another process over the demo members: ordinary load, and hostile clients.
+"""Many clients of a `specfuse-llm serve` process with the demo members: ordinary load, and hostile clients.
 
     python benchmarks/clients.py load [--clients 200] [--waves 3] [--tokens 16] [--dtype float32]
     python benchmarks/clients.py hostile [--good 10] [--bad 5] [--limit 1] [--seconds 60] [--tokens 16]
 
-`load`: many clients at once, of which a third leave in the middle of their answers. After a wave to warm up, each wave
-has `--clients` clients, each with its question; a third of them (at random, seeded) leave after a random number of
-segments, and two read their answers slowly. Printed for each wave: seconds to the first segment of the clients that
-stayed (p50, p95), answers that differ from the engine's answer to their question alone (float32, where batches change
-nothing), and the server's memory, threads and sockets once it is idle again.
+`load`: waves of concurrent clients, of which a third disconnect during their answers. After a wave to warm up, each
+wave has `--clients` clients with a question each. A third of them (at random, seeded) disconnect after a random number
+of segments, and two read their answers slowly. For each wave it prints the seconds to the first segment of the clients
+that stayed (p50, p95), the number of answers that differ from the answer to a single request (in float32, batches do
+not change answers), and the server's memory, threads and sockets after it is idle again.
 
-`hostile`: the waits of good clients beside hostile ones, and the memory at the end. Every client has a key. Good
-clients ask short questions one after another; then concurrently with bad ones, whose keys have `max_answers`
-(`--limit`; 0 is none). Those send alternately requests that once stalled the server: 200,000 stop strings, a million
-wrong messages, eight answers under a grammar that takes 900 steps to close, 25,000 turns. Printed: seconds of a good
-answer (p50, p95) without and with the bad ones, their ratio, the statuses for the bad ones, and the server's memory
-before and after.
+`hostile`: the latency of good clients, without and with hostile ones, and the memory at the end. Every client has a
+key. Good clients ask short questions one after another; then hostile clients join, whose keys have `max_answers`
+(`--limit`; 0 is no limit). A hostile client loops over four requests: 200,000 stop strings, a million invalid messages,
+eight answers under a grammar that takes 900 steps to close, and 25,000 turns. It prints the seconds of a good answer
+(p50, p95) without and with the hostile clients, their ratio, the statuses of the hostile requests, and the server's
+memory before and after.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ QUESTIONS = (
 )
 SLOW = 2
 PAUSE = 0.5
-"""Seconds between the lines that a slow reader takes."""
+"""Seconds that a slow client waits between lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`text` is None for a client that left."""
+    """The result of a client; `text` is None if it disconnected."""
 
     client: Client
     first: float
@@ -80,16 +80,16 @@ class Outcome:
 def served(
     config: EnsembleConfig, named: Mapping[str, ClientSettings] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """A server over the ensemble "demo" in another process, once it is ready: its address and its process.
+    """Start a server for the ensemble "demo" in another process, and wait until it is ready: its address and process.
 
-    `named`: clients with keys, each of which is the client's name.
+    `named`: clients by name; a client's key is its name.
     """
     context = multiprocessing.get_context("spawn")
-    reported = context.Queue()
-    server = context.Process(target=_serve, args=(config, dict(named or {}), reported))
+    addresses = context.Queue()
+    server = context.Process(target=_serve, args=(config, dict(named or {}), addresses))
     server.start()
     try:
-        address = reported.get()
+        address = addresses.get()
         while httpx.get(f"{address}/health", timeout=60).status_code != 200:
             time.sleep(0.5)
         yield address, psutil.Process(server.pid)
@@ -99,9 +99,9 @@ def served(
     print(json.dumps({"exit code": server.exitcode}))
 
 
-def _serve(config: EnsembleConfig, named: dict[str, ClientSettings], reported: Any) -> None:
+def _serve(config: EnsembleConfig, named: dict[str, ClientSettings], addresses: Any) -> None:
     os.environ |= {name: name for name in named}
-    serve(ServeConfig({"demo": config}, ServerSettings(port=0), clients=named), reported.put)
+    serve(ServeConfig({"demo": config}, ServerSettings(port=0), clients=named), addresses.put)
 
 
 async def ask(http: httpx.AsyncClient, client: Client, tokens: int) -> Outcome:
@@ -123,11 +123,11 @@ async def ask(http: httpx.AsyncClient, client: Client, tokens: int) -> Outcome:
 
 
 def drawn(count: int, chance: random.Random) -> list[Client]:
-    found = []
+    clients = []
     for n in range(count):
         leaves = chance.randrange(3) if chance.random() < 1 / 3 else None
-        found.append(Client(QUESTIONS[n % len(QUESTIONS)], leaves if n >= SLOW else None, n < SLOW))
-    return found
+        clients.append(Client(QUESTIONS[n % len(QUESTIONS)], leaves if n >= SLOW else None, n < SLOW))
+    return clients
 
 
 async def wave(address: str, asking: list[Client], tokens: int) -> list[Outcome]:
@@ -137,18 +137,18 @@ async def wave(address: str, asking: list[Client], tokens: int) -> list[Outcome]
 
 
 def idle(address: str, headers: Mapping[str, str] | None = None) -> None:
-    """Wait until nothing runs, waits or is held."""
+    """Wait until no request runs or waits, and the caches are empty."""
     quiet = ("running", "waiting", "cache_bytes")
     while True:
-        reported = httpx.get(f"{address}/metrics", headers=headers, timeout=60).text.splitlines()
+        metrics = httpx.get(f"{address}/metrics", headers=headers, timeout=60).text.splitlines()
         if all(
-            float(next(v for v in reported if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet
+            float(next(v for v in metrics if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet
         ):
             return
         time.sleep(0.1)
 
 
-def kept(process: psutil.Process) -> dict[str, float]:
+def usage_of(process: psutil.Process) -> dict[str, float]:
     sockets = [c for c in process.net_connections("tcp") if c.status != psutil.CONN_LISTEN]
     memory = process.memory_info().rss / 2**20
     return {"MiB": round(memory), "threads": process.num_threads(), "sockets": len(sockets), "files": process.num_fds()}
@@ -160,16 +160,16 @@ def percentile(values: list[float], share: float) -> float:
 
 @app.command()
 def load(
-    clients: Annotated[int, typer.Option(help="of a wave")] = 200,
-    waves: Annotated[int, typer.Option(help="after the first one, which warms up")] = 3,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 16,
+    clients: Annotated[int, typer.Option(help="clients of a wave")] = 200,
+    waves: Annotated[int, typer.Option(help="waves after the one to warm up")] = 3,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 16,
     dtype: Annotated[DtypeName, typer.Option(help="of the members")] = "float32",
 ) -> None:
-    """Waves of clients, of which a third leave."""
+    """Waves of clients, of which a third disconnect."""
     chance = random.Random(0)
     with served(EnsembleConfig(demo_members(dtype=dtype))) as (address, process):
         alone = {q: asyncio.run(wave(address, [Client(q, None, False)], tokens))[0].text for q in QUESTIONS}
-        print(json.dumps({"before": kept(process)}))
+        print(json.dumps({"before": usage_of(process)}))
         for number in range(waves + 1):
             asking, began = drawn(clients, chance), time.monotonic()
             outcomes = asyncio.run(wave(address, asking, tokens))
@@ -181,11 +181,11 @@ def load(
             row = {
                 "wave": number or "warm-up",
                 "seconds": round(seconds, 1),
-                "left": len(outcomes) - len(stayed),
+                "disconnected": len(outcomes) - len(stayed),
                 "first p50 s": round(percentile(firsts, 0.5), 2),
                 "first p95 s": round(percentile(firsts, 0.95), 2),
-                "not their own": sum(outcome.text != alone[outcome.client.question] for outcome in stayed),
-                **kept(process),
+                "different answers": sum(outcome.text != alone[outcome.client.question] for outcome in stayed),
+                **usage_of(process),
             }
             print(json.dumps(row), flush=True)
 
@@ -200,7 +200,7 @@ def headers(name: str) -> dict[str, str]:
 
 
 def bad_bodies() -> list[bytes]:
-    """One of each kind."""
+    """The body of each hostile request."""
     ask: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tell a story of the sea."}]}
     letters = itertools.islice(itertools.product(string.ascii_letters, repeat=4), 200_000)
     stops = ["~~" + "".join(letter) for letter in letters]
@@ -215,7 +215,7 @@ def bad_bodies() -> list[bytes]:
 
 
 async def good(http: httpx.AsyncClient, number: int, end: float, tokens: int) -> list[float]:
-    """Seconds of each answer until the end."""
+    """Send requests until `end`; the seconds of each answer."""
     seconds: list[float] = []
     for question in itertools.islice(itertools.cycle(QUESTIONS), number, None):
         if time.monotonic() > end:
@@ -230,7 +230,7 @@ async def good(http: httpx.AsyncClient, number: int, end: float, tokens: int) ->
 
 
 async def bad(http: httpx.AsyncClient, number: int, end: float, bodies: list[bytes], statuses: Counter[str]) -> None:
-    """Sends every kind cyclically until the end."""
+    """Send the bodies in a loop until `end`, and count the statuses."""
     for body in itertools.islice(itertools.cycle(bodies), number, None):
         if time.monotonic() > end:
             return
@@ -243,7 +243,7 @@ async def bad(http: httpx.AsyncClient, number: int, end: float, bodies: list[byt
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """How many clients of both kinds ask for how long, and the most tokens of a good one's answer."""
+    """Numbers of good and hostile clients, the duration, and the maximum tokens of a good client's answer."""
 
     good: int
     bad: int
@@ -252,38 +252,38 @@ class Crowd:
 
 
 async def phase(address: str, crowd: Crowd, bodies: list[bytes]) -> dict[str, Any]:
-    """Good clients, and a bad one for each of so many as there are bodies."""
+    """Run good clients and, unless `bodies` is empty, hostile ones until the end."""
     end, statuses = time.monotonic() + crowd.seconds, Counter[str]()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as http:
         asking = [good(http, number, end, crowd.tokens) for number in range(crowd.good)]
-        spoiling = [bad(http, number, end, bodies, statuses) for number in range(crowd.bad if bodies else 0)]
-        found = await asyncio.gather(*asking, *spoiling)
-    seconds = [each for own in found[: crowd.good] for each in own or ()]
-    reported = {"answers": len(seconds), "p50 s": percentile(seconds, 0.5), "p95 s": percentile(seconds, 0.95)}
-    return {**reported, "bad ones were answered": dict(statuses)}
+        hostile = [bad(http, number, end, bodies, statuses) for number in range(crowd.bad if bodies else 0)]
+        results = await asyncio.gather(*asking, *hostile)
+    seconds = [each for answers in results[: crowd.good] for each in answers or ()]
+    report = {"answers": len(seconds), "p50 s": percentile(seconds, 0.5), "p95 s": percentile(seconds, 0.95)}
+    return {**report, "statuses of hostile requests": dict(statuses)}
 
 
 @app.command()
 def hostile(
     good_ones: Annotated[int, typer.Option("--good", help="good clients")] = 10,
     bad_ones: Annotated[int, typer.Option("--bad", help="hostile clients")] = 5,
-    limit: Annotated[int, typer.Option(help="`max_answers` of a hostile client; 0 is none")] = 1,
-    seconds: Annotated[float, typer.Option(help="of each phase")] = 60,
-    tokens: Annotated[int, typer.Option(help="most tokens of a good client's answer")] = 16,
+    limit: Annotated[int, typer.Option(help="`max_answers` of a hostile client; 0: no limit")] = 1,
+    seconds: Annotated[float, typer.Option(help="duration of each phase")] = 60,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of a good client's answer")] = 16,
 ) -> None:
-    """Waits of good clients without and with hostile ones."""
+    """Latency of good clients without and with hostile ones."""
     crowd = Crowd(good_ones, bad_ones, seconds, tokens)
     limits = {"good": (good_ones, None), "bad": (bad_ones, limit or None)}
     clients = {
-        f"{kind}{number}": ClientSettings(api_key_env=f"{kind}{number}", max_answers=most)
-        for kind, (count, most) in limits.items()
+        f"{kind}{number}": ClientSettings(api_key_env=f"{kind}{number}", max_answers=max_answers)
+        for kind, (count, max_answers) in limits.items()
         for number in range(count)
     }
     with served(EnsembleConfig(demo_members()), clients) as (address, process):
         asyncio.run(phase(address, crowd, []))  # warm up
         idle(address, headers("good0"))
-        before = kept(process)
+        before = usage_of(process)
         without = asyncio.run(phase(address, crowd, []))
         print(json.dumps({"without": without}), flush=True)
         with_bad = asyncio.run(phase(address, crowd, bad_bodies()))
@@ -291,7 +291,7 @@ def hostile(
         idle(address, headers("good0"))
         time.sleep(10)
         ratio = with_bad["p95 s"] / without["p95 s"]
-        print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": kept(process)}))
+        print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": usage_of(process)}))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,36 @@
-"""Speed of the engine on the demo members: rounds, what speculation saves, and the time to the first words.
+"""Speed of the engine with the demo members: rounds, speculation, and the time to the first words.
 
     python benchmarks/engine.py speed [--tokens 64] [--repeats 1] [--json FILE]
     python benchmarks/engine.py speculation --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five]
         [--json FILE]
     python benchmarks/engine.py first-words --data DIR [--rows N] [--tokens N] [--member PATH]…
 
-`speed`: ratios of things timed in the same run.
+`speed`: ratios of times in the same run.
 
-1. overhead   whole answer ÷ Σ members' own `generate` of the tokens that they drafted (64 and 1,000 prompt tokens),
-              with and without speculation (the prompt repeats itself, which flatters guesses: see `speculation`)
-2. naive      cache-less reference rounds ÷ the same rounds by the engine (1,000 prompt tokens)
+1. overhead   whole answer ÷ Σ over members of `generate` for their drafted tokens (64 and 1,000 prompt tokens),
+              with and without speculation (the repetitive prompt is easy to guess: see `speculation`)
+2. naive      reference rounds without a cache ÷ the same rounds by the engine (1,000 prompt tokens)
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
 
-The engine's own number format, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every
-member works in every round and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are
-sampled with a seed: members that repeat the filler would agree, and rounds in which all agree verify nothing. On
-stderr, each part says when it begins and how long it took. `--repeats 3` gives steadier figures for 1.
+The members have the engine's default dtype, decode greedily with 10 tokens a segment, and have no exit and no
+repetition guard, so that every member works in every round and every answer has its full length. 2, 3 and 4 run without
+speculation. For 3 and 4, answers are sampled with a seed: greedy members would repeat the filler and agree, and a round
+in which all agree needs no verification. Each part prints its start and duration on stderr. `--repeats 3` gives less
+noisy figures for 1.
 
-`speculation`: forward passes of each member a token of the answer, and seconds, on ÷ off, in one run. Kinds of work:
-open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and code to be
-edited (rows of this file). `--five`: the demo members and three copies of them with noise on their weights. Every
-request is asked of an engine without and of one with speculation, one at a time and then all at once; forward passes
-are the answers' (`MemberUsage.forwards`), so other work on the machine changes only seconds (by the clock, and of the
-processor). How many answers are the same is printed: in float32 all are; in half precision they may part, as batches
-round differently.
+`speculation`: forward passes of each member per token of the answer, and seconds, with ÷ without speculation, in one
+run. The tasks are open questions (FOLDER/open.jsonl), quotes and summaries of passages (FOLDER/rag_en.jsonl), and edits
+of code (in this file). `--five` adds three copies of the demo members with noise on their weights. Requests run one at
+a time, then all at once. Forward passes are counted by the engine (`MemberUsage.forwards`), so that other work on the
+machine affects only the seconds (wall clock and processor). The number of equal answers is printed: in float32 all
+answers are equal; in half precision they can differ, since rounding depends on the batch.
 
-`first-words`: how soon the first words of a lone answer come, by when its first segment is decided. The demo's pair and
-the given members answer open questions and passages, one at a time, in turns: with the defaults, with first segments
-that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Printed for each kind: median seconds
-to the first words and to the end, their ratio to "fast" over the same questions, and forward passes of all members.
+`first-words`: the time to the first words of a single answer, depending on when its first segment is decided. The
+demo's pair and the given members answer open questions and passages, one at a time, alternately with three settings:
+the defaults, an election only at the end of the first segment (`early_margin=0`), and `preset("fast")`. For each task
+it prints median seconds to the first words and to the end, their ratio to "fast" over the same questions, and forward
+passes of all members.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Bench:
 
     @torch.inference_mode()
     def generate(self, member: LocalMember, messages: list[Message], count: int) -> float:
-        """Seconds of the library's own greedy `generate` of exactly `count` tokens."""
+        """Seconds of transformers' greedy `generate` for exactly `count` tokens."""
         ids = torch.tensor([member.encode_prompt(messages)])
         length = {"max_new_tokens": count, "min_new_tokens": count}
         model = member.runner.model
@@ -124,9 +125,9 @@ class Bench:
         for _ in range(self.repeats):
             result = self.answer(messages, self.tokens, speculates=speculates)
             drafted = {name: usage.drafted for name, usage in result.usage.members.items()}
-            own = sum(self.generate(m, messages, drafted[m.name]) for m in self.members)
-            ratios.append(result.total_seconds / own)
-            notes = f"{sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {own:.2f} s"
+            alone = sum(self.generate(m, messages, drafted[m.name]) for m in self.members)
+            ratios.append(result.total_seconds / alone)
+            notes = f"{sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {alone:.2f} s"
         name = f"overhead, {size}-token prompt" + ", without speculation" * (not speculates)
         return Figure(name, statistics.median(ratios), target, False, notes)
 
@@ -134,7 +135,7 @@ class Bench:
         messages, params = self.prompt(size), SamplingParams(max_tokens=500, ignore_eos=True)
         start = time.perf_counter()
         next(naive_rounds(self.engine.config, self.members, messages, params))
-        slow = rounds * (time.perf_counter() - start)  # a round reads 1 % more tokens than the last
+        slow = rounds * (time.perf_counter() - start)  # each round reads only 1 % more tokens than the previous one
         events = self.engine.stream(messages, params)
         start = time.perf_counter()
         list(islice(events, rounds + 1))
@@ -146,7 +147,7 @@ class Bench:
     def context(self, small: int, large: int) -> Figure:
         prompts = {size: self.prompt(size) for size in (small, large)}
         seconds: dict[int, list[float]] = {small: [], large: []}
-        for size, messages in prompts.items():  # once: reading a long prompt takes long, and answers have many rounds
+        for size, messages in prompts.items():  # one run: the prefill is long, and an answer has many rounds
             seconds[size] += _round_seconds([self.answer(messages, 60, temperature=1.0)])
         a, b = statistics.median(seconds[large]), statistics.median(seconds[small])
         return Figure(f"a round at {large} ÷ {small} tokens", a / b, 1.8, False, f"{a:.3f} s ÷ {b:.3f} s")
@@ -187,7 +188,7 @@ BEGAN = time.monotonic()
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Says on stderr which part begins, and how long it took."""
+    """Print the start and the duration of a part on stderr."""
     began = time.monotonic()
     print(f"{began - BEGAN:5.0f} s  {name} …", file=sys.stderr, flush=True)
     yield
@@ -195,17 +196,17 @@ def part(name: str) -> Iterator[None]:
 
 
 def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
-    """Time of each full round in which every candidate was verified; the last one commits nothing and is left out."""
+    """Seconds of each verified round without the last one, which commits nothing."""
     return [r.timing.total for result in results for r in result.rounds[:-1] if r.verified]
 
 
 @app.command()
 def speed(
-    tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
-    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 1,
+    tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 64,
+    repeats: Annotated[int, typer.Option(help="runs of each measurement; the median counts")] = 1,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "engine.json",
 ) -> None:
-    """Rounds, overhead and contexts, as ratios."""
+    """Ratios of rounds, overhead and contexts."""
     with part("loading the demo members"):
         bench = Bench(tokens, repeats)
     report("engine, demo members", bench.run(), out)
@@ -224,30 +225,30 @@ CODE = (
     "            best = number\n    return best\n",
 )
 AIMS = {"open": 0.8, "quote": 0.5, "summary": 0.8, "code": 0.5}
-"""Kinds of work, and the target for the share of forward passes that remain."""
+"""Task → upper bound of forward passes with ÷ without speculation."""
 COPIES = ((0, 0.05), (1, 0.05), (1, 0.1))
-"""Member of the demo, and standard deviations of the noise."""
+"""(demo member, noise in standard deviations) of the noisy copies."""
 
 
 def _requests(data: Path, kind: str, rows: int) -> list[str]:
     if kind == "code":
         return [f"Add a docstring to this code and repeat all of it.\n\n```python\n{code}```" for code in CODE[:rows]]
     name = {"open": "open", "quote": "rag_en", "summary": "rag_en"}[kind]
-    found = [json.loads(line) for line in (data / f"{name}.jsonl").read_text("utf-8").splitlines()[:rows]]
+    lines = [json.loads(line) for line in (data / f"{name}.jsonl").read_text("utf-8").splitlines()[:rows]]
     if kind == "open":
-        return [row["prompt"] for row in found]
+        return [row["prompt"] for row in lines]
     if kind == "summary":
-        return [f"Sum this text up in two sentences.\n\n{row['context']}" for row in found]
-    return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in found]
+        return [f"Sum this text up in two sentences.\n\n{row['context']}" for row in lines]
+    return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in lines]
 
 
 def _answered(
-    engine: EnsembleEngine, asked: Sequence[str], params: SamplingParams, together: bool
+    engine: EnsembleEngine, prompts: Sequence[str], params: SamplingParams, together: bool
 ) -> list[EnsembleResult]:
     if not together:
-        return [engine.generate(text, params) for text in asked]
-    found = engine.generate_batch(list(asked), params)
-    return [result for result in found if isinstance(result, EnsembleResult)]
+        return [engine.generate(text, params) for text in prompts]
+    results = engine.generate_batch(list(prompts), params)
+    return [result for result in results if isinstance(result, EnsembleResult)]
 
 
 def _speculated(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[Figure]:
@@ -258,18 +259,18 @@ def _speculated(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> l
     ):
         engines = {"off": off.load(), "auto": auto.load()}
         for kind, aim in AIMS.items():
-            asked = _requests(data, kind, rows)
+            prompts = _requests(data, kind, rows)
             for together in (False, True):
-                found, seconds, busy = {}, {}, {}
+                results, seconds, busy = {}, {}, {}
                 for name, engine in engines.items():
                     began, used_before = time.monotonic(), time.process_time()
-                    found[name] = _answered(engine, asked, params, together)
+                    results[name] = _answered(engine, prompts, params, together)
                     seconds[name], busy[name] = time.monotonic() - began, time.process_time() - used_before
-                how = f"{kind}, {len(asked)} {'at once' if together else 'one by one'}"
-                ratio = forwards_a_token(found["auto"]) / forwards_a_token(found["off"])
-                used = [usage for result in found["auto"] for usage in result.usage.members.values()]
-                same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
-                plain, saved = found["off"], found["auto"]
+                how = f"{kind}, {len(prompts)} {'at once' if together else 'one by one'}"
+                ratio = forwards_a_token(results["auto"]) / forwards_a_token(results["off"])
+                used = [usage for result in results["auto"] for usage in result.usage.members.values()]
+                same = sum(a.text == b.text for a, b in zip(results["off"], results["auto"], strict=True))
+                plain, saved = results["off"], results["auto"]
                 names = plain[0].usage.members
                 each = ", ".join(
                     f"{m} {forwards_a_token(plain, m):.2f} → {forwards_a_token(saved, m):.2f}" for m in names
@@ -277,24 +278,24 @@ def _speculated(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> l
                 detail = (
                     f"{each}; guesses accepted "
                     f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
-                    f"{same} of {len(asked)} answers equal"
+                    f"{same} of {len(prompts)} answers equal"
                 )
                 figures.append(Figure(f"forward passes a token, {how}", ratio, aim, False, detail))
                 print(f"{how}: {ratio:.2f} ({detail})", flush=True)
-                for what, spent in (("seconds", seconds), ("processor seconds", busy)):
+                for unit, spent in (("seconds", seconds), ("processor seconds", busy)):
                     reported = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"
-                    most = aim if together else 1.02
-                    figures.append(Figure(f"{what}, {how}", spent["auto"] / spent["off"], most, False, reported))
-                    print(f"    {what}: {figures[-1].ratio:.2f} ({reported})", flush=True)
+                    bound = aim if together else 1.02
+                    figures.append(Figure(f"{unit}, {how}", spent["auto"] / spent["off"], bound, False, reported))
+                    print(f"    {unit}: {figures[-1].ratio:.2f} ({reported})", flush=True)
     return figures
 
 
 @app.command()
 def speculation(
     data: Annotated[Path, typer.Option(help="folder of JSONL files")],
-    rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 4,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 64,
-    dtype: Annotated[DtypeName, typer.Option(help="of the members")] = "bfloat16",
+    rows: Annotated[int, typer.Option(help="maximum rows of each task")] = 4,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 64,
+    dtype: Annotated[DtypeName, typer.Option(help="dtype of the members")] = "bfloat16",
     five: Annotated[bool, typer.Option("--five", help="with three noisy copies of the members")] = False,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "speculation.json",
 ) -> None:
@@ -304,7 +305,7 @@ def speculation(
     pair = demo_members(dtype=dtype)
     members = [*pair, *(noisy(pair[n], noise, folder) for n, noise in COPIES if five)]
     config = EnsembleConfig(members, reuse_prefixes=False)
-    report("Speculation on ÷ off", _speculated(config, data, rows, tokens), out)
+    report("with ÷ without speculation", _speculated(config, data, rows, tokens), out)
 
 
 # ── first words ───────────────────────────────────────────────────────────────────────────────────
@@ -315,11 +316,11 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {"the default": {}, "early_margin 
 @app.command()
 def first_words(
     data: Annotated[Path, typer.Option(help="folder of JSONL files")],
-    rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 12,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 48,
+    rows: Annotated[int, typer.Option(help="maximum rows of each task")] = 12,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 48,
     member: Annotated[list[str], typer.Option(help="a further member")] = [],  # noqa: B006
 ) -> None:
-    """The time to the first words, by when the first segment is decided."""
+    """The time to the first words, depending on when the first segment is decided."""
     console = Console(width=110)
     members = [*demo_members(), *(MemberConfig(name) for name in member)]
     engines = {
@@ -331,23 +332,23 @@ def first_words(
         params = SamplingParams(max_tokens=tokens)
         for engine in engines.values():
             engine.generate(prompts[-1], params)
-        found: dict[str, list[EnsembleResult]] = {name: [] for name in engines}
+        results: dict[str, list[EnsembleResult]] = {name: [] for name in engines}
         for prompt in prompts:
             for name, engine in engines.items():
-                found[name].append(engine.generate(prompt, params))
-        console.print(_words_table(kind, found))
+                results[name].append(engine.generate(prompt, params))
+        console.print(_words_table(kind, results))
     for engine in engines.values():
         engine.close()
 
 
-def _words_table(kind: str, found: Mapping[str, Sequence[EnsembleResult]]) -> Table:
-    table = Table(title=f"{kind}: {len(found['fast'])} answers, one at a time", title_justify="left")
-    for head in ("setting", "first words", "÷ fast", "whole answer", "÷ fast", "forwards"):
+def _words_table(kind: str, results: Mapping[str, Sequence[EnsembleResult]]) -> Table:
+    table = Table(title=f"{kind}: {len(results['fast'])} answers, one at a time", title_justify="left")
+    for head in ("setting", "first words", "÷ fast", "whole answer", "÷ fast", "forward passes"):
         table.add_column(head)
-    for name, results in found.items():
-        first, whole = _word_seconds(results)
-        fast_first, fast_whole = _word_seconds(found["fast"])
-        forwards = statistics.mean(sum(usage.forwards for usage in result.usage.members.values()) for result in results)
+    for name, answers in results.items():
+        first, whole = _word_seconds(answers)
+        fast_first, fast_whole = _word_seconds(results["fast"])
+        forwards = statistics.mean(sum(usage.forwards for usage in result.usage.members.values()) for result in answers)
         table.add_row(
             name,
             f"{statistics.median(first):.2f} s",
@@ -360,12 +361,12 @@ def _words_table(kind: str, found: Mapping[str, Sequence[EnsembleResult]]) -> Ta
 
 
 def _word_seconds(results: Sequence[EnsembleResult]) -> tuple[list[float], list[float]]:
-    """To the first words, and to the end."""
+    """Seconds to the first words, and to the end, of each answer."""
     return [r.first_segment_seconds or r.total_seconds for r in results], [r.total_seconds for r in results]
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The median of each question's ratio."""
+    """The median of the questions' ratios."""
     return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.2f}"
 
 

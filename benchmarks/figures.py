@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Figure:
-    """`ratio` of two measurements; `target` is the most it should be (the least where `at_least`)."""
+    """The `ratio` of two measurements; `target` is its upper bound, or its lower bound with `at_least`."""
 
     name: str
     ratio: float
@@ -33,12 +33,12 @@ class Figure:
 
 
 def report(title: str, figures: Sequence[Figure], file: Path, facts: Sequence[tuple[str, str]] = ()) -> None:
-    """Print the figures and facts, and write them with the machine that they were measured on."""
+    """Print the figures and facts, and write them with facts about the machine."""
     write(figures, file, facts)
     try:
         from rich.console import Console
         from rich.table import Table
-    except ModuleNotFoundError:  # on a lent card
+    except ModuleNotFoundError:  # on a bare GPU machine
         print(title, markdown(figures), *(f"{name}: {value}" for name, value in facts), sep="\n")
         return
     table = Table(title=f"{title}, {torch.get_num_threads()} threads of {platform.machine()}")
@@ -56,9 +56,9 @@ def report(title: str, figures: Sequence[Figure], file: Path, facts: Sequence[tu
 def write(figures: Sequence[Figure], file: Path, facts: Sequence[tuple[str, str]] = ()) -> None:
     """Figures and facts as JSON."""
     machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    found = {"figures": [{**asdict(f), "met": f.met} for f in figures], "facts": dict(facts), **machine}
+    content = {"figures": [{**asdict(f), "met": f.met} for f in figures], "facts": dict(facts), **machine}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def markdown(figures: Sequence[Figure]) -> str:
@@ -72,7 +72,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 
 @dataclass
 class Sheet:
-    """Lines of `name` in `folder`; `lacking`: missing requirements, and the parts of the step left out for them."""
+    """The results of step `name`, in files of `folder`; `lacking`: parts left out, with the missing requirements."""
 
     folder: Path
     name: str
@@ -87,9 +87,9 @@ class Sheet:
     def file(self) -> Path:
         return self.folder / f"{self.name}.json"
 
-    def add(self, what: str, found: object, note: str = "") -> None:
-        self.lines.append({"what": what, "found": str(found), "note": note})
-        print(f"    {what}: {found}{f' ({note})' if note else ''}", flush=True)
+    def add(self, what: str, value: object, note: str = "") -> None:
+        self.lines.append({"what": what, "found": str(value), "note": note})
+        print(f"    {what}: {value}{f' ({note})' if note else ''}", flush=True)
         self.write()
 
     def lacks(self, what: str) -> None:
@@ -102,12 +102,12 @@ class Sheet:
         self.write()
 
     def write(self) -> None:
-        found: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in ("folder", "began")}
-        found["seconds"] = round(time.time() - self.began, 1)
+        content: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in ("folder", "began")}
+        content["seconds"] = round(time.time() - self.began, 1)
         self.folder.mkdir(parents=True, exist_ok=True)
         whole = self.file.with_suffix(".part")
-        whole.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        whole.replace(self.file)  # a step that is killed leaves no half of a file
+        whole.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        whole.replace(self.file)  # a killed step leaves no partial file
         self.file.with_suffix(".md").write_text(self.table(), "utf-8")
 
     def table(self) -> str:
@@ -122,21 +122,21 @@ def _cell(text: str) -> str:
 
 
 def read_sheet(file: Path) -> dict[str, Any] | None:
-    """A sheet as it was written last; None if there is none."""
+    """The content of a sheet's file; None if there is no file."""
     if not file.exists():
         return None
-    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return content
 
 
 def shortened(text: str, words: int) -> str:
-    """The text's first words, with an ellipsis where more follow."""
+    """The text's first words, with an ellipsis if it is longer."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     return text if len(ends) <= words else f"{text[: ends[words - 1]]} …"
 
 
 def peak_bytes() -> int:
-    """Of this process, since it began."""
+    """The maximum memory of this process so far."""
     import psutil
 
     memory = psutil.Process().memory_info()

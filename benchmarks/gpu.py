@@ -1,33 +1,33 @@
-"""Speed of paged or dynamic execution on one GPU, with random weights at the shapes of real models: no download.
+"""Speed of paged or dynamic execution on one GPU. Weights are random, with the shapes of real models.
 
     python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution dynamic]
                              [--compare-vllm URL] [--json FILE]
-    python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
+    python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes, as a test
 
-1. decode    a member's ms a token at 512 tokens of context ÷ bytes (weights it reads, its cache) / bandwidth
+1. decode    a member's ms a token at 512 tokens of context ÷ its floor: bytes (weights, cache) / bandwidth
 2. verify    five candidates of 10 tokens in one forward pass ÷ a decode step
-3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forward passes at that floor
+3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forward passes at the floor
 4. first     seconds to the first segment at 512 and 4,000 prompt tokens
-5. answers   tokens a second of 1, 8 and 32 answers at once
-6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without; the same for five
-             members of the same weights ÷ one
+5. answers   tokens a second of 1, 8 and 32 concurrent answers
+6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without (1 to 5 run without); five members with equal
+             weights ÷ one member
    users     new lengths ÷ the same lengths again; eight answers with one new prompt ÷ one answer; the longest pause of
-             eight streams while a long prompt comes
+             eight streams during a long prompt
 7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, after
              512 to 32,768 tokens, within the limits of members and memory
 8. int8      all products of the first member for 1, 8 and 32 tokens, with int8 weights ÷ reading them in bf16
-9. memory    the library's own `generate` for comparison, and how many forward passes of each part were replayed, ran
-             as packed steps without a graph, and ran dynamically
+9. memory    transformers' `generate` for comparison, and the forward passes of each part: replayed, as packed steps
+             without a graph, and dynamic
 
-Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit and no end of an answer before its
-length, so that every member works in every round. The first run compiles layers, a second one loads them. Random
-weights say nothing of correctness: their logits are so small that a wrong mask would hardly show. The tests do.
-Members are taken in order while memory lasts, at least the first. Results are written after every part, also when the
-time is over, when it is interrupted (Ctrl-C, SIGTERM), and when a part fails, with its error. At the end comes a table
-to paste into docs/performance.md.
+Bandwidth is measured on the same device. Members run in bf16, greedily, with 10 tokens a segment, without exit, and
+answers do not end before their length, so that every member works in every round. The first run compiles layers; a
+second one loads them. Random weights do not show whether results are correct: their logits are so small that a wrong
+mask has little effect. The tests check that. Members are loaded in order while memory lasts, at least the first one.
+Results are written after every part, at the time limit, after an interruption (Ctrl-C, SIGTERM), and with the error
+after a failed part. The last output is a table for docs/performance.md.
 
-With --compare-vllm, the decode of a vLLM server on the same kind of card is compared with the first member's: the
-server has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
+With --compare-vllm, the first member's decode is compared with a vLLM server on the same kind of GPU. The server must
+serve a model of the same shape (`vllm serve FOLDER --load-format dummy` also uses random weights).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_members import SEGMENT, engine_over, forwards_a_token, forwards_of, members, prompt, reported
+from bench_members import SEGMENT, engine_over, forwards_a_token, forwards_of, forwards_text, members, prompt
 from figures import RESULTS, Figure, markdown, peak_bytes, report, write
 from vllm_peer import Peer
 
@@ -62,17 +62,16 @@ from specfuse_shared.runtime.packed_layout import PAGE
 CANDIDATES = 5
 _SHARE_FOR_WEIGHTS = 0.8
 _WARMING = 2
-"""Times that many answers are asked before they are timed, so that most of their steps are captured."""
-
+"""Runs of concurrent answers before the timed one, which capture most of their steps."""
 
 _UNTIMED = 2
-"""First runs of a measurement, which may capture steps."""
+"""First runs of a measurement, which can capture steps and are not counted."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompt tokens of the short and the long prompt, tokens of an answer, how many at once, bytes of the copy; prompt
-    tokens of the measurement of contexts."""
+    """Tokens of the short and the long prompt, tokens of an answer, numbers of concurrent answers, bytes of the copy,
+    and prompt tokens of the measurement of contexts."""
 
     short: int = 512
     long: int = 4000
@@ -96,12 +95,12 @@ class Bench:
         dtype = torch.float32 if tiny else torch.bfloat16
         self.members = list(members(tiny, device, dtype, execution, _SHARE_FOR_WEIGHTS * free))
         for runner in (member.runner for member in self.members if member.runner.is_paged):
-            runner.open_arena(2 * sizes.contexts[-1] // PAGE)  # until an engine makes its own
+            runner.open_arena(2 * sizes.contexts[-1] // PAGE)  # used until an engine opens another one
             runner.warm_up()
         self.facts += [(member.name, _described(member)) for member in self.members]
 
     def parts(self, peer: Peer | None) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
-        """What is measured, one after the other; each gives figures, and may add facts."""
+        """The measurements by name, in order. Each returns figures, and can add facts."""
         for member in self.members:
             yield f"decode of {member.name}", lambda m=member: [self._of_floor(m, self.decode(m))]  # type: ignore[misc]
             yield f"verification of {member.name}", lambda m=member: [self._of_step(m, self.verify(m))]  # type: ignore[misc]
@@ -120,10 +119,10 @@ class Bench:
         yield "products with int8 weights", lambda: self.int8_products(self.members[0])
         yield from context_parts(self)
 
-    def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
-        """All parts that begin within `minutes`, among those with one text in their names and without another;
-        `save` is called after each."""
-        only, without = wanted
+    def run(self, minutes: float, names: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
+        """Run all parts that begin within `minutes`, with the first of `names` in their name and without the second;
+        call `save` after each."""
+        only, without = names
         end, name = time.monotonic() + 60 * minutes, ""
         try:
             for name, part in self.parts(peer):
@@ -135,9 +134,9 @@ class Bench:
                     continue
                 try:
                     self.figures += part()
-                except Exception as error:  # a card of another size or make: the rest still says something
+                except Exception as error:  # perhaps an unsupported GPU: the other parts can still succeed
                     self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
-                self.facts.append((f"forward passes, {name}", reported(forwards_of(self.members) - before)))
+                self.facts.append((f"forward passes, {name}", forwards_text(forwards_of(self.members) - before)))
                 save()
         except KeyboardInterrupt:
             self.facts.append((name, "interrupted; earlier parts are complete"))
@@ -150,12 +149,12 @@ class Bench:
     # ── one member ───────────────────────────────────────────────────────────────────────────────
 
     def decode(self, member: LocalMember) -> float:
-        """Seconds a token of plain decoding after the short prompt; `generate` goes to the facts."""
+        """Seconds a token of plain decoding after the short prompt; the time of `generate` is a fact."""
         step = self.step_seconds(member, self.sizes.short, self.repeats)
-        own = [self.timed(lambda: self.generate(member)) for _ in range(self.repeats + 1)]
-        library = statistics.median(own[1:]) / self.sizes.tokens
-        said = f"{1e3 * library:.2f} ms a token; decode takes {step / library:.2f} of it"
-        self.facts.append((f"generate, {member.name}", said))
+        times = [self.timed(lambda: self.generate(member)) for _ in range(self.repeats + 1)]
+        library = statistics.median(times[1:]) / self.sizes.tokens
+        comparison = f"{1e3 * library:.2f} ms a token; decode takes {step / library:.2f} of it"
+        self.facts.append((f"generate, {member.name}", comparison))
         self.steps[member.name] = step
         return step
 
@@ -171,7 +170,7 @@ class Bench:
 
     @torch.inference_mode()
     def generate(self, member: LocalMember) -> None:
-        """The library's own greedy decoding of the same number of tokens after the same prompt."""
+        """Decode as many tokens after the same prompt with transformers' greedy `generate`."""
         model = member.runner.model
         ids = torch.tensor([member.encode_prompt(prompt([member], self.sizes.short))], device=self.device)
         before = model.config._attn_implementation
@@ -181,12 +180,12 @@ class Bench:
         model.set_attn_implementation(before)
 
     def verify(self, member: LocalMember) -> float:
-        """Seconds until a member has judged five candidates after the short prompt."""
+        """Seconds of a member to verify five candidates after the short prompt."""
         session, seconds = self.opened(member, self.sizes.short), []
         for number in range(_UNTIMED + self.repeats):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
-            asked = [ScoringQuery(text, False) for text in texts]
-            seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
+            queries = [ScoringQuery(text, False) for text in texts]
+            seconds.append(self.timed(lambda queries=queries: run_stage(session.verify(queries))))  # type: ignore[misc]
             run_stage(session.commit(texts[0]))
         session.release()
         return statistics.median(seconds[_UNTIMED:])
@@ -204,7 +203,7 @@ class Bench:
         return " " + member.codec.decode(ids.tolist())
 
     def floor(self, member: LocalMember) -> float:
-        """Seconds that the device needs to read what a decoded token needs."""
+        """Seconds of the device to read the weights and the cache for a decoded token."""
         model = member.runner.model
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         embeddings = 0 if tied else model.get_input_embeddings().weight.nbytes
@@ -239,7 +238,7 @@ class Bench:
         return figures
 
     def _replayed(self, work: Callable[[], None]) -> Callable[[], object]:
-        """The work as a CUDA graph, which leaves out the time to launch it; on a CPU the work itself."""
+        """The work as a CUDA graph, which excludes launch times; on a CPU the work itself."""
         if self.device.type != "cuda":
             return work
         work()
@@ -255,7 +254,7 @@ class Bench:
         return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.45, False, detail)
 
     def _of_peer(self, member: LocalMember, peer: Peer) -> Figure:
-        """Our decode compared with the server's, after a prompt of the same length."""
+        """Our decode compared with the server's, after prompts of equal length."""
         ids = [5] * self.sizes.short
         speeds = [peer.speed([ids], self.sizes.tokens) for _ in range(self.repeats + 1)]
         theirs, ours = statistics.median(speeds[1:]), 1 / self.steps[member.name]
@@ -263,7 +262,7 @@ class Bench:
             rate = peer.speed([ids] * count, self.sizes.tokens)
             self.facts.append((f"vLLM, {count} at once", f"{rate:.1f} tokens/s"))
         detail = f"{ours:.1f} ÷ {theirs:.1f} tokens/s, vLLM {peer.version} with {peer.model}"
-        return Figure(f"decode of {member.name} ÷ that of vLLM", ours / theirs, 0.8, True, detail)
+        return Figure(f"decode of {member.name} ÷ vLLM's", ours / theirs, 0.8, True, detail)
 
     def _of_step(self, member: LocalMember, verify: float) -> Figure:
         step = self.steps[member.name]
@@ -272,56 +271,58 @@ class Bench:
 
     # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
 
-    def engine(self, some: Sequence[LocalMember], speculation: str = "off") -> AbstractContextManager[EnsembleEngine]:
-        """An engine over loaded members; memory that earlier engines left is freed."""
-        return engine_over(some, self.members, speculation=speculation)
+    def engine(
+        self, ensemble: Sequence[LocalMember], speculation: str = "off"
+    ) -> AbstractContextManager[EnsembleEngine]:
+        """An engine over loaded members; the memory of earlier engines is freed."""
+        return engine_over(ensemble, self.members, speculation=speculation)
 
-    def round(self, some: Sequence[LocalMember]) -> Figure:
-        messages, seconds = prompt(some, self.sizes.short), []
-        with self.engine(some) as engine:
+    def round(self, ensemble: Sequence[LocalMember]) -> Figure:
+        messages, seconds = prompt(ensemble, self.sizes.short), []
+        with self.engine(ensemble) as engine:
             for _ in range(self.repeats + 1):
                 result = engine.generate(messages, self.params())
-                full = [r for r in result.rounds[:-1] if r.verified or len(some) == 1]
+                full = [r for r in result.rounds[:-1] if r.verified or len(ensemble) == 1]
                 seconds.append(statistics.median(r.timing.total for r in full))
-        spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, some))
-        name = f"a round of {len(some)} ÷ {SEGMENT} forward passes each at the floor"
+        spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, ensemble))
+        name = f"a round of {len(ensemble)} ÷ {SEGMENT} forward passes each at the floor"
         return Figure(name, spent / floor, 1.15, False, f"{1e3 * spent:.1f} ms ÷ {1e3 * floor:.1f} ms")
 
-    def first(self, some: Sequence[LocalMember]) -> list[Figure]:
-        found = {}
-        with self.engine(some) as engine:
+    def first(self, ensemble: Sequence[LocalMember]) -> list[Figure]:
+        medians = {}
+        with self.engine(ensemble) as engine:
             for size in (self.sizes.short, self.sizes.long):
-                messages = prompt(some, size)
-                wanted = _UNTIMED + self.repeats
-                waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(wanted)]  # type: ignore[misc]
-                found[size] = statistics.median(waits[_UNTIMED:])
+                messages = prompt(ensemble, size)
+                runs = _UNTIMED + self.repeats
+                waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(runs)]  # type: ignore[misc]
+                medians[size] = statistics.median(waits[_UNTIMED:])
         name = "seconds to the first segment, {}-token prompt, {} members"
         aims = ((self.sizes.short, 0.35), (self.sizes.long, 0.8))
         detail = "the aim is for five members"
-        return [Figure(name.format(size, len(some)), found[size], aim, False, detail) for size, aim in aims]
+        return [Figure(name.format(size, len(ensemble)), medians[size], aim, False, detail) for size, aim in aims]
 
-    def answers(self, some: Sequence[LocalMember]) -> list[Figure]:
-        """Throughput of many answers at once against one."""
+    def answers(self, ensemble: Sequence[LocalMember]) -> list[Figure]:
+        """Throughput of one and of concurrent answers."""
         rates = {}
-        with self.engine(some) as engine:
+        with self.engine(ensemble) as engine:
             for count in self.sizes.at_once:
-                rates[count], _ = self.rate(engine, some, self.sizes.short // 4, count)
+                rates[count], _ = self.rate(engine, ensemble, self.sizes.short // 4, count)
                 shared = f"{engine.metrics().batch_size.mean:.1f} a forward pass"
                 self.facts.append((f"{count} answers at once", f"{rates[count]:.1f} tokens/s; {shared}"))
         name, aims = "tokens/s of {} at once, {} members", zip(rates.items(), (42, 240, 480), strict=False)
         detail = "the aim is for five members and 1, 8 and 32 answers"
-        return [Figure(name.format(count, len(some)), rate, aim, True, detail) for (count, rate), aim in aims]
+        return [Figure(name.format(count, len(ensemble)), rate, aim, True, detail) for (count, rate), aim in aims]
 
-    def speculation(self, some: Sequence[LocalMember]) -> list[Figure]:
-        """Answers with guesses against answers without."""
+    def speculation(self, ensemble: Sequence[LocalMember]) -> list[Figure]:
+        """Seconds of answers with ÷ without speculation."""
         rates: dict[tuple[str, int], tuple[float, float]] = {}
         for way in ("off", "auto"):
-            with self.engine(some, way) as engine:
+            with self.engine(ensemble, way) as engine:
                 for count in self.sizes.at_once:
-                    rates[way, count] = self.rate(engine, some, self.sizes.short // 4, count)
+                    rates[way, count] = self.rate(engine, ensemble, self.sizes.short // 4, count)
         return [
             Figure(
-                f"seconds with ÷ without speculation, {count} at once, {len(some)} members",
+                f"seconds with ÷ without speculation, {count} at once, {len(ensemble)} members",
                 rates["off", count][0] / rates["auto", count][0],
                 1.05,
                 False,
@@ -331,15 +332,15 @@ class Bench:
         ]
 
     def rate(
-        self, engine: EnsembleEngine, some: Sequence[LocalMember], size: int, count: int, warm: bool = True
+        self, engine: EnsembleEngine, ensemble: Sequence[LocalMember], size: int, count: int, warm: bool = True
     ) -> tuple[float, float]:
         """Tokens a second of `count` concurrent answers after prompts of `size` tokens, and forward passes a token."""
-        asked = [prompt(some, size, f"Entry {n}. ") for n in range(count)]
+        prompts = [prompt(ensemble, size, f"Entry {n}. ") for n in range(count)]
         for _ in range(_WARMING if warm else 0):
-            engine.generate_batch(asked, self.params())
-        found: list[Any] = []
-        spent = self.timed(lambda: found.extend(engine.generate_batch(asked, self.params())))
-        return sum(r.usage.completion_tokens for r in found) / spent, forwards_a_token(found)
+            engine.generate_batch(prompts, self.params())
+        results: list[Any] = []
+        spent = self.timed(lambda: results.extend(engine.generate_batch(prompts, self.params())))
+        return sum(r.usage.completion_tokens for r in results) / spent, forwards_a_token(results)
 
     # ── tools ────────────────────────────────────────────────────────────────────────────────────
 
@@ -380,10 +381,10 @@ class Bench:
 
 
 def _described(member: LocalMember) -> str:
-    found = member.report
-    size = f"{found.memory_bytes / 1e9:.3f} GB of weights, {member.bytes_per_token / 1e3:.1f} kB a cached token"
-    load = f"loaded and checked in {found.load_seconds:.1f} s"
-    return f"{size}; {found.attention}; graphs: {found.graphs}; layers: {found.layers or 'not compiled'}; {load}"
+    report = member.report
+    size = f"{report.memory_bytes / 1e9:.3f} GB of weights, {member.bytes_per_token / 1e3:.1f} kB a cached token"
+    load = f"loaded and checked in {report.load_seconds:.1f} s"
+    return f"{size}; {report.attention}; graphs: {report.graphs}; layers: {report.layers or 'not compiled'}; {load}"
 
 
 def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
@@ -396,7 +397,7 @@ def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
 
 
 def same_weights(bench: Bench, member: LocalMember) -> list[Figure]:
-    """An ensemble that always agrees against its member alone, with speculation."""
+    """Five members with equal weights, which always agree, compared with one, with speculation."""
     loaded = (member.runner.model, member.prompts.tokenizer)
     names = [f"same{n}" for n in range(5)]
     twins = [
@@ -404,31 +405,31 @@ def same_weights(bench: Bench, member: LocalMember) -> list[Figure]:
         for name in names
     ]
     rates = {}
-    for some in ([member], twins):
-        with bench.engine(some, "auto") as engine:
-            rates[len(some)], _ = bench.rate(engine, some, bench.sizes.short // 4, 1)
+    for ensemble in ([member], twins):
+        with bench.engine(ensemble, "auto") as engine:
+            rates[len(ensemble)], _ = bench.rate(engine, ensemble, bench.sizes.short // 4, 1)
     detail = f"{rates[1]:.1f} ÷ {rates[5]:.1f} tokens/s"
     return [Figure("seconds a token of five of the same weights ÷ one alone", rates[1] / rates[5], 1.5, False, detail)]
 
 
-def new_lengths(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
-    """Tokens a second of eight answers with prompts of lengths that are new, and once again."""
+def new_lengths(bench: Bench, ensemble: Sequence[LocalMember]) -> list[Figure]:
+    """Speed of eight answers whose prompts have new lengths, compared with the same prompts again."""
     sizes = [bench.sizes.short // 8 * n + n for n in range(1, 9)]
-    asked = [prompt(some, size, f"Entry {n}. ") for n, size in enumerate(sizes)]
+    prompts = [prompt(ensemble, size, f"Entry {n}. ") for n, size in enumerate(sizes)]
     seconds = []
-    with bench.engine(some) as engine:
+    with bench.engine(ensemble) as engine:
         for _ in range(2):
-            seconds.append(bench.timed(lambda: engine.generate_batch(asked, bench.params())))
+            seconds.append(bench.timed(lambda: engine.generate_batch(prompts, bench.params())))
     detail = f"{seconds[1]:.2f} ÷ {seconds[0]:.2f} s"
     return [Figure("speed with new lengths ÷ with the same ones again", seconds[1] / seconds[0], 0.8, True, detail)]
 
 
-def one_prompt(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
-    """Seconds until eight answers with one new prompt have a first segment, against one answer with another."""
+def one_prompt(bench: Bench, ensemble: Sequence[LocalMember]) -> list[Figure]:
+    """Seconds until eight answers with one new prompt have a first segment, compared with one answer."""
     waits = []
-    with bench.engine(some) as engine, ThreadPoolExecutor(8) as pool:
+    with bench.engine(ensemble) as engine, ThreadPoolExecutor(8) as pool:
         for count, start in ((1, "Once. "), (8, "Again. ")):
-            messages = prompt(some, bench.sizes.long // 2, start)
+            messages = prompt(ensemble, bench.sizes.long // 2, start)
             waits.append(
                 bench.timed(lambda n=count, m=messages: list(pool.map(partial(_first_segment, engine), [m] * n)))  # type: ignore[misc]
             )
@@ -436,29 +437,29 @@ def one_prompt(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
     return [Figure("first segment of eight with one new prompt ÷ of one", waits[1] / waits[0], 1.5, False, detail)]
 
 
-def longest_pause(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
-    """The longest pause of eight streams while a long prompt comes, in rounds of these streams."""
+def longest_pause(bench: Bench, ensemble: Sequence[LocalMember]) -> list[Figure]:
+    """The longest pause of eight streams during a long prompt, in rounds of these streams."""
     times: list[list[float]] = [[] for _ in range(8)]
     params = SamplingParams(max_tokens=4 * bench.sizes.tokens, ignore_eos=True)
 
     def consume(number: int) -> None:
-        for event in engine.stream(prompt(some, bench.sizes.short // 4, f"Entry {number}. "), params):
+        for event in engine.stream(prompt(ensemble, bench.sizes.short // 4, f"Entry {number}. "), params):
             if isinstance(event, SegmentEvent):
                 times[number].append(time.monotonic())
 
-    with bench.engine(some) as engine, ThreadPoolExecutor(8) as pool:
+    with bench.engine(ensemble) as engine, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(consume, number) for number in range(8)]
         while not all(len(each) > 3 for each in times):
             time.sleep(0.005)
-        came = time.monotonic()
-        _first_segment(engine, prompt(some, bench.sizes.long, "Late. "))
-        went = time.monotonic()
+        submitted = time.monotonic()
+        _first_segment(engine, prompt(ensemble, bench.sizes.long, "Late. "))
+        started = time.monotonic()
         for stream in streams:
             stream.result()
     gaps = [(end, end - start) for each in times for start, end in pairwise(each[1:])]
-    usual = statistics.median(gap for end, gap in gaps if end < came) if any(end < came for end, _ in gaps) else 0.0
-    usual = usual or statistics.median(gap for _, gap in gaps)
-    longest = max((gap for end, gap in gaps if came <= end <= went + 1), default=usual)
+    before = [gap for end, gap in gaps if end < submitted]
+    usual = (statistics.median(before) if before else 0.0) or statistics.median(gap for _, gap in gaps)
+    longest = max((gap for end, gap in gaps if submitted <= end <= started + 1), default=usual)
     detail = f"{longest:.3f} ÷ {usual:.3f} s"
     return [Figure("longest pause of 8 streams, in rounds", longest / usual, 3, False, detail)]
 
@@ -466,43 +467,43 @@ def longest_pause(bench: Bench, some: Sequence[LocalMember]) -> list[Figure]:
 # ── longer contexts ───────────────────────────────────────────────────────────────────────────────
 
 WARMED_TOKENS = 8192
-"""Longer prompts, all together, are not read twice: their steps were captured before."""
+"""Maximum prompt tokens of a run with a warm-up; the steps of longer ones were captured before."""
 
 
 def context_parts(bench: Bench) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
-    """For each context that some members reach: decoding first, then few answers before many."""
+    """For each context that fits at least one member: decoding first, then few answers before many."""
     for size in bench.sizes.contexts:
-        if some := _within(bench, size):
-            yield f"context {size}: decode", lambda n=size, m=some: _context_decode(bench, m, n)  # type: ignore[misc]
+        if ensemble := _within(bench, size):
+            yield f"context {size}: decode", lambda n=size, m=ensemble: _context_decode(bench, m, n)  # type: ignore[misc]
     for count in bench.sizes.at_once:
         for size in bench.sizes.contexts:
-            if some := _within(bench, size):
+            if ensemble := _within(bench, size):
                 name = f"context {size}: {count} at once"
-                yield name, lambda n=size, c=count, m=some: _context_answers(bench, m, n, c)  # type: ignore[misc]
+                yield name, lambda n=size, c=count, m=ensemble: _context_answers(bench, m, n, c)  # type: ignore[misc]
 
 
 def _within(bench: Bench, size: int) -> list[LocalMember]:
-    """Members whose context holds a prompt of `size` tokens and an answer."""
+    """Members whose context limit allows a prompt of `size` tokens and an answer."""
     needed = size + 2 * bench.sizes.tokens
     return [member for member in bench.members if member.context_limit is None or member.context_limit >= needed]
 
 
-def _context_decode(bench: Bench, some: Sequence[LocalMember], size: int) -> list[Figure]:
-    """Milliseconds a token of plain decoding of each member after a prompt of `size` tokens."""
-    for member in some:
+def _context_decode(bench: Bench, ensemble: Sequence[LocalMember], size: int) -> list[Figure]:
+    """Milliseconds a token of plain decoding, for each member after a prompt of `size` tokens."""
+    for member in ensemble:
         step = bench.step_seconds(member, size, repeats=2)
         bench.facts.append((f"context {size}: decode, {member.name}", f"{1e3 * step:.2f} ms a token"))
     return []
 
 
-def _context_answers(bench: Bench, some: Sequence[LocalMember], size: int, count: int) -> list[Figure]:
-    """Tokens a second of `count` answers, the reading of their prompts included."""
-    said = []
+def _context_answers(bench: Bench, ensemble: Sequence[LocalMember], size: int, count: int) -> list[Figure]:
+    """Tokens a second of `count` answers, including the prefill."""
+    rates = []
     for way in ("off", "auto"):
-        with bench.engine(some, way) as engine:
-            rate, needed = bench.rate(engine, some, size, count, warm=size * count <= WARMED_TOKENS)
-            said.append(f"{rate:.1f} tokens/s and {needed:.2f} forward passes a token with speculation {way}")
-    bench.facts.append((f"context {size}: {count} at once, {len(some)} members", "; ".join(said)))
+        with bench.engine(ensemble, way) as engine:
+            rate, needed = bench.rate(engine, ensemble, size, count, warm=size * count <= WARMED_TOKENS)
+            rates.append(f"{rate:.1f} tokens/s and {needed:.2f} forward passes a token with speculation {way}")
+    bench.facts.append((f"context {size}: {count} at once, {len(ensemble)} members", "; ".join(rates)))
     return []
 
 
@@ -514,13 +515,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--execution", choices=["paged", "dynamic"], default="paged")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--minutes", type=float, default=6, help="no part begins later")
+    parser.add_argument("--minutes", type=float, default=6, help="no part begins after this time")
     parser.add_argument(
-        "--only", default="", metavar="WORDS", help="parts that have them in their names, as in the facts"
+        "--only", default="", metavar="WORDS", help="only parts with these words in their names, as in the facts"
     )
-    parser.add_argument("--without", default="", metavar="WORDS", help="no parts with them in their names")
-    parser.add_argument("--compare-vllm", metavar="URL", help="of a vLLM server with a model of the first shape")
-    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to see that everything runs")
+    parser.add_argument("--without", default="", metavar="WORDS", help="no parts with these words in their names")
+    parser.add_argument("--compare-vllm", metavar="URL", help="a vLLM server with a model of the first shape")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to test that all parts run")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else options.device)
@@ -529,12 +530,12 @@ def main() -> None:
     peer = Peer(options.compare_vllm) if options.compare_vllm else None
     bench = Bench(TINY if options.tiny else Sizes(), options.repeats, device, options.execution, options.tiny)
     if not bench.members:
-        parser.error("there is no memory for the weights of even one member; --tiny needs none")
+        parser.error("the weights of the first member do not fit into memory; --tiny has small ones")
     name = "tiny sizes on a CPU" if options.tiny else torch.cuda.get_device_name(device)
     title = f"GPU path, {options.execution}, {name}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    wanted = options.only, options.without
-    bench.run(options.minutes, wanted, peer, lambda: write(bench.figures, options.json, bench.facts))
+    names = options.only, options.without
+    bench.run(options.minutes, names, peer, lambda: write(bench.figures, options.json, bench.facts))
     report(title, bench.figures, options.json, bench.facts)
     print(markdown(bench.figures))
 

@@ -1,4 +1,4 @@
-"""llama.cpp by itself, as llama-cpp-python's C interface has it: greedy decoding of one or several sequences."""
+"""Greedy decoding of one or several sequences with llama.cpp alone, by llama-cpp-python's C interface."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llama_cpp import llama_cpp as lib
 from specfuse_shared.members.llamacpp.library import may_repack
 
 _QUIET = lib.llama_log_callback(lambda level, text, data: None)
-"""Held as long as the library, which calls it for every line of its log."""
+"""A module constant, since the library calls it for every line of its log."""
 
 
 class LlamaPeer:
-    """A model of a file, with `threads`."""
+    """The model of a GGUF file, on `threads` threads."""
 
     def __init__(self, file: Path, threads: int, sequences: int = 8, context: int = 4096) -> None:
         lib.llama_log_set(_QUIET, None)
         params = lib.llama_model_default_params()
-        params.use_extra_bufts = may_repack(lib)  # as members have it
+        params.use_extra_bufts = may_repack(lib)  # the setting of our members
         self.model = lib.llama_model_load_from_file(str(file).encode(), params)
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.kv_unified = context, sequences, True
@@ -34,9 +34,9 @@ class LlamaPeer:
         self.batch = lib.llama_batch_init(2048, 0, 1)
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int, ends: bool = False) -> list[list[int]]:
-        """Greedy tokens after each prompt, all in one batch a step; up to the end of the turn where it `ends`."""
+        """Greedy tokens after each prompt, with one batch a step; with `ends`, an answer can end before `tokens`."""
         lib.llama_memory_clear(self.memory, True)
-        said: list[list[int]] = [[] for _ in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
         fed = [(n, at, token) for n, prompt in enumerate(prompts) for at, token in enumerate(prompt)]
         last = {n: len(prompt) - 1 for n, prompt in enumerate(prompts)}
         open_ones = set(range(len(prompts)))
@@ -47,12 +47,12 @@ class LlamaPeer:
                 logits = np.ctypeslib.as_array(lib.llama_get_logits(self.context), (len(open_ones), self.size))[row]
                 token = int(logits.argmax())
                 if not (ends and lib.llama_vocab_is_eog(self.vocabulary, token)):
-                    said[n].append(token)
-                if len(said[n]) < tokens and not (ends and lib.llama_vocab_is_eog(self.vocabulary, token)):
+                    answers[n].append(token)
+                if len(answers[n]) < tokens and not (ends and lib.llama_vocab_is_eog(self.vocabulary, token)):
                     last[n] += 1
                     fed.append((n, last[n], token))
             open_ones = {n for n, _, _ in fed}
-        return said
+        return answers
 
     def speed(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens a second."""
@@ -63,8 +63,8 @@ class LlamaPeer:
     def _run(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
         batch: Any = self.batch
         batch.n_tokens = len(tokens)
-        for place, (sequence, position, token, wanted) in enumerate(tokens):
-            batch.token[place], batch.pos[place] = token, position
-            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, sequence, wanted
+        for slot, (sequence, position, token, has_logits) in enumerate(tokens):
+            batch.token[slot], batch.pos[slot] = token, position
+            batch.n_seq_id[slot], batch.seq_id[slot][0], batch.logits[slot] = 1, sequence, has_logits
         if status := lib.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode: {status}")

@@ -1,4 +1,4 @@
-"""Members compared with other engines: the library's `generate`, vLLM, llama.cpp, and Ray.
+"""Members compared with other engines: transformers' `generate`, vLLM, llama.cpp and Ray.
 
     python benchmarks/peers.py alone [--vllm URL] [--tokens 48] [--repeats 3] [--threads N] [--json FILE]
     python benchmarks/peers.py gguf FILE FILE… [--data FOLDER] [--rows 4] [--tokens 48] [--threads 1]
@@ -7,30 +7,31 @@
         [--prompts]
     python benchmarks/peers.py ray FOLDER FOLDER [--answers 6] [--tokens 120]
 
-`alone`: one member of our engine compared with other decoders of its model: the library's `generate`, and a vLLM
-server. SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
-once, all alternately in one run, so that other work on the machine affects all. The engine fuses nothing here: one
-member decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is
-(Q4_1), compared with that library itself. The server has to serve the same converted weights (`--print-folder` prints
-their folder).
+`alone`: one member of our engine compared with other decoders of its model: transformers' `generate`, and a vLLM
+server. The model is SmolLM2-135M-Instruct in bf16 on the CPU, without an adapter, greedy, with answers of a fixed
+length, one and eight at once. All decoders alternate in one run, so that other work on the machine affects all of them.
+The engine has one member here, so it fuses nothing. If llama-cpp-python is installed, a member on llama.cpp is compared
+with that library, both with the original file (Q4_1). The vLLM server must serve the same converted weights
+(`--print-folder` prints their folder).
 
-`gguf`: ensembles of GGUF files, members on llama.cpp compared with the same files on transformers. Each member alone,
-then all of them, greedy, one open question (FOLDER/open.jsonl, or questions of this file) after the other, answers of
-forced length. Each engine has a separate process, and tokens a second are of the processor's time, so that other work
-on the machine changes little. Memory is the most that the process has grown by since its libraries were imported, read
-after each answer. On llama.cpp, fused answers are compared with the time that their members need for the tokens that
-they drafted, each alone and without guesses. Files that do not fit on transformers are left out.
+`gguf`: ensembles of GGUF files, with members on llama.cpp compared with the same files on transformers: each member
+alone, then the first two, three and so on. They answer open questions (FOLDER/open.jsonl, or the questions of this
+file) one after another, greedy, with a fixed length. Each engine runs in a separate process, and tokens a second are
+per second of processor time, so that other work on the machine has little effect. Memory is the maximum growth of the
+process after the import of its libraries, read after each answer. On llama.cpp, the time of fused answers is also
+compared with the time of the members to decode their drafted tokens alone, without speculation. Files that do not fit
+into memory on transformers are left out.
 
-`server`: the cost of a member on a vLLM server, by each of the ways that one server offers. Each round drafts five
-tokens and judges candidates of five after a context that has grown by a segment: at the token endpoint, by prefixes
-after the cache (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. At the token endpoint the draft's own
-candidate is known with the draft, so that one is also left out. Then answers under a JSON schema are drafted with as
-few requests as the server allows, and with one a token. All ways alternate on one server, which needs
---enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
+`server`: the cost of a member on a vLLM server, with each way of verification that a server offers. Each round drafts
+five tokens, and verifies candidates of five tokens after a context that grows by a segment: at the token endpoint, by
+cached prefixes (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. The token endpoint returns the
+log-probabilities of the draft with the draft, so it is also measured without that candidate. Then answers under a JSON
+schema are drafted with as few requests as the server allows, and with one request a token. All ways alternate on one
+server, which needs --enable-scale-out for all of them. If it has a key, put it into $SPECFUSE_SERVER_KEY.
 
 `ray`: the cost of a round with all members on nodes of a Ray cluster, compared with the same members in this process.
-Starts a cluster with a node for each member on this machine; answers alternate, so that both see the same machine.
-Needs a core for each member and one to coordinate: with fewer, the measurement shows how cores are shared.
+It starts a cluster on this machine, with a node for each member. Answers alternate, so that other work affects both. It
+needs a core for each member and one to coordinate: with fewer, the members share cores.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ class Peers:
             from llama_peer import LlamaPeer
 
             quantised = MemberConfig(str(file), name="smollm2", backend="llama.cpp")
-            there = EnsembleEngine(EnsembleConfig([quantised], reuse_prefixes=False)).load()
-            self.llama = there, LlamaPeer(file, torch.get_num_threads())
+            on_llama = EnsembleEngine(EnsembleConfig([quantised], reuse_prefixes=False)).load()
+            self.llama = on_llama, LlamaPeer(file, torch.get_num_threads())
         self.prompts = [self.local.encode_prompt([Message("user", question)]) for question in QUESTIONS]
 
     def ours(self, count: int, engine: EnsembleEngine | None = None) -> float:
-        """Tokens a second of the engine."""
+        """Tokens a second of our engine."""
         params = SamplingParams(max_tokens=self.tokens, min_tokens=self.tokens, ignore_eos=True)
         start = time.perf_counter()
         results: list[Any] = (engine or self.engine).generate_batch(QUESTIONS[:count], params)
@@ -112,7 +113,7 @@ class Peers:
 
     @torch.inference_mode()
     def library(self, count: int) -> float:
-        """Tokens a second of `generate` over a padded batch."""
+        """Tokens a second of `generate` with a padded batch."""
         longest = max(map(len, self.prompts[:count]))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in self.prompts[:count]])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in self.prompts[:count]])
@@ -133,11 +134,11 @@ class Peers:
             kinds["llama.cpp"] = lambda n: peer.speed(self.prompts[:n], self.tokens)
             pairs += [("engine on llama.cpp", "llama.cpp"), ("engine on llama.cpp", "engine")]
         for count in (1, len(QUESTIONS)):
-            found: dict[str, list[float]] = {name: [] for name in kinds}
+            speeds: dict[str, list[float]] = {name: [] for name in kinds}
             for _ in range(repeats + 1):
                 for name, speed in kinds.items():
-                    found[name].append(speed(count))
-            rates = {name: statistics.median(values[1:]) for name, values in found.items()}
+                    speeds[name].append(speed(count))
+            rates = {name: statistics.median(values[1:]) for name, values in speeds.items()}
             for ours, name in pairs:
                 detail = f"{rates[ours]:.1f} ÷ {rates[name]:.1f} tokens/s"
                 figures.append(Figure(f"{count} at once: {ours} ÷ {name}", rates[ours] / rates[name], 1, True, detail))
@@ -147,11 +148,11 @@ class Peers:
 @app.command()
 def alone(
     vllm: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM server with the same model")] = None,
-    tokens: Annotated[int, typer.Option(help="of an answer")] = 48,
-    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 3,
-    print_folder: Annotated[bool, typer.Option("--print-folder", help="print the weights' folder and end")] = False,
+    tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
+    repeats: Annotated[int, typer.Option(help="runs of each measurement; the median counts")] = 3,
+    print_folder: Annotated[bool, typer.Option("--print-folder", help="print the weights' folder and exit")] = False,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "peers.json",
-    threads: Annotated[int | None, typer.Option(help="of this process, else as many as torch takes")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads of this process; default: torch's")] = None,
 ) -> None:
     """One member ÷ `generate`, vLLM and llama.cpp."""
     from specfuse_shared.loading.gguf import converted
@@ -165,7 +166,7 @@ def alone(
         return
     peers = Peers(folder, Path(smollm2.model), tokens, vllm)
     figures = peers.run(repeats)
-    facts = [("vLLM", "not asked" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
+    facts = [("vLLM", "not measured" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
     report("one member compared with other engines, SmolLM2-135M, bf16", figures, out, facts)
     peers.engine.close()
 
@@ -178,7 +179,7 @@ OPEN_QUESTIONS = tuple(f"Say a few things about {subject}." for subject in OPEN_
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The results of one process."""
+    """The work of one process."""
 
     files: tuple[str, ...]
     backend: str
@@ -191,7 +192,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`tokens` of the reference member; `drafted` by each; seconds of the processor and to the first words; MiB."""
+    """Tokens of the reference member; drafted tokens of each member; processor seconds; seconds; processor seconds to
+    the first words; MiB of memory."""
 
     tokens: int
     drafted: tuple[int, ...]
@@ -202,7 +204,7 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the processor's time."""
+        """Tokens per second of processor time."""
         return self.tokens / self.busy
 
 
@@ -216,10 +218,10 @@ def members_of(task: Task) -> list[MemberConfig]:
 
 
 def measure_fused(task: Task) -> Measured:
-    """In this process, which answers one question first that does not count."""
+    """Measure in this process; an answer to warm up is not counted."""
     torch.set_num_threads(task.threads)
     process, params = psutil.Process(), SamplingParams(max_tokens=task.tokens, ignore_eos=True)
-    before, held = process.memory_info().rss, 0
+    before, highest = process.memory_info().rss, 0
     config = EnsembleConfig(
         members_of(task),
         speculation=task.speculation,
@@ -231,21 +233,21 @@ def measure_fused(task: Task) -> Measured:
         engine.generate("What is a comet?", params)
         began, used, firsts, results = time.monotonic(), time.process_time(), list[float](), list[EnsembleResult]()
         for question in task.questions:
-            asked = time.process_time()
+            started = time.process_time()
             for event in engine.stream(question, params):
                 if isinstance(event, SegmentEvent) and len(firsts) == len(results):
-                    firsts.append(time.process_time() - asked)
+                    firsts.append(time.process_time() - started)
                 if isinstance(event, FinishEvent):
                     results.append(event.result)
-            held = max(held, process.memory_info().rss)
+            highest = max(highest, process.memory_info().rss)
         busy, seconds = time.process_time() - used, time.monotonic() - began
     drafted = [sum(r.usage.members[name].drafted for r in results) for name in config.names]
     tokens = sum(result.usage.completion_tokens for result in results)
-    return Measured(tokens, tuple(drafted), busy, seconds, sum(firsts) / len(firsts), (held - before) / 2**20)
+    return Measured(tokens, tuple(drafted), busy, seconds, sum(firsts) / len(firsts), (highest - before) / 2**20)
 
 
-def apart(task: Task) -> Measured | None:
-    """In another process; None where memory does not hold it."""
+def measure_apart(task: Task) -> Measured | None:
+    """Measure in another process; None if the members do not fit into memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         try:
             return pool.apply(measure_fused, (task,))
@@ -255,7 +257,7 @@ def apart(task: Task) -> Measured | None:
 
 
 def compared(files: Sequence[str], here: Measured, there: Measured | None) -> list[Figure]:
-    """Members on llama.cpp and, if memory holds them, on transformers."""
+    """Ratios of members on llama.cpp to members on transformers, unless the latter do not fit into memory."""
     if there is None:
         return []
     name = " + ".join(Path(file).stem[:20] for file in files)
@@ -278,31 +280,31 @@ def gguf(
         list[str], typer.Argument(metavar="FILE…", help="GGUF files; ensembles are the first 2, 3, … of them")
     ],
     data: Annotated[Path | None, typer.Option(help="folder of open.jsonl")] = None,
-    rows: Annotated[int, typer.Option(help="questions")] = len(OPEN_QUESTIONS),
-    tokens: Annotated[int, typer.Option(help="of an answer")] = 48,
-    threads: Annotated[int, typer.Option(help="of each process")] = 1,
-    cache_tokens: Annotated[int | None, typer.Option(help="of each member on llama.cpp")] = None,
+    rows: Annotated[int, typer.Option(help="number of questions")] = len(OPEN_QUESTIONS),
+    tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
+    threads: Annotated[int, typer.Option(help="threads of each process")] = 1,
+    cache_tokens: Annotated[int | None, typer.Option(help="`cache_tokens` of each member on llama.cpp")] = None,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "gguf_ensembles.json",
 ) -> None:
     """Ensembles of GGUF files on llama.cpp ÷ the same on transformers."""
-    asked = OPEN_QUESTIONS[:rows]
+    questions = OPEN_QUESTIONS[:rows]
     if data is not None:
         lines = (data / "open.jsonl").read_text("utf-8").splitlines()[:rows]
-        asked = tuple(json.loads(line)["prompt"] for line in lines)
+        questions = tuple(json.loads(line)["prompt"] for line in lines)
     ensembles = [named[:count] for count in range(2, len(named) + 1)]
     figures: list[Figure] = []
     plain: dict[str, Measured] = {}
 
     def run(files: Sequence[str], backend: str, speculation: Switch = "auto") -> Measured | None:
-        found = apart(Task(tuple(files), backend, speculation, asked, tokens, threads, cache_tokens))
-        print(backend, speculation, *(Path(file).stem for file in files), found, flush=True)
-        return found
+        measured = measure_apart(Task(tuple(files), backend, speculation, questions, tokens, threads, cache_tokens))
+        print(backend, speculation, *(Path(file).stem for file in files), measured, flush=True)
+        return measured
 
     def here(files: Sequence[str], speculation: Switch = "auto") -> Measured:
-        found = run(files, "llama.cpp", speculation)
-        if found is None:
-            raise SystemExit("llama.cpp has no memory for these members")
-        return found
+        measured = run(files, "llama.cpp", speculation)
+        if measured is None:
+            raise SystemExit("these members do not fit into memory on llama.cpp")
+        return measured
 
     for file in named:
         plain[file] = here([file], "off")
@@ -310,10 +312,10 @@ def gguf(
     for files in ensembles:
         fused = here(files)
         figures += compared(files, fused, run(files, "transformers"))
-        own = [drafted / plain[file].rate for file, drafted in zip(files, fused.drafted, strict=True)]
-        detail = f"{fused.busy:.1f} s ÷ " + " + ".join(f"{seconds:.1f} s" for seconds in own)
-        name = f"{len(files)} members: fused ÷ own decoding of the same tokens"
-        figures.append(Figure(name, fused.busy / sum(own), 0.75, False, detail))
+        alone = [drafted / plain[file].rate for file, drafted in zip(files, fused.drafted, strict=True)]
+        detail = f"{fused.busy:.1f} s ÷ " + " + ".join(f"{seconds:.1f} s" for seconds in alone)
+        name = f"{len(files)} members: fused ÷ members alone for the same tokens"
+        figures.append(Figure(name, fused.busy / sum(alone), 0.75, False, detail))
     sizes = [(Path(file).stem, f"{Path(file).stat().st_size:,} bytes") for file in named]
     report("ensembles of GGUF files, llama.cpp ÷ transformers in bf16", figures, out, sizes)
 
@@ -347,20 +349,20 @@ Way = Callable[[list[ScoredLine]], Awaitable[Any]]
 
 
 def ways_of(member: ServerMember, client: ServerClient, prompts: bool) -> dict[str, Way]:
-    """How lines may be judged there."""
+    """The ways of verification at the server, by name."""
     text, model = CompletionsEndpoint(client), member.dialect.model
     ways: dict[str, Way] = {"prefixes": lambda lines: text.by_prefixes(model, lines)}
     if prompts:
         ways["prompt_logprobs"] = lambda lines: text.by_prompts(model, lines)
     if member.dialect.verification == "tokens":
-        ways |= {"tokens": member.dialect.judged, "tokens, own known": lambda lines: member.dialect.judged(lines[1:])}
+        ways |= {"tokens": member.dialect.judged, "tokens, no draft": lambda lines: member.dialect.judged(lines[1:])}
     return ways
 
 
 async def measure_server(
     member: ServerMember, ways: Mapping[str, Way], tokens: int, rounds: int, candidates: int
 ) -> dict[str, list[float]]:
-    """Seconds of each round's draft, and of its verification by each way."""
+    """Seconds of each round's draft, and of each way of verification."""
     codec, dialect = member.text.codec, member.dialect
     ids = tuple(codec.encode(FILLER * (tokens // 10))[:tokens])
     seconds: dict[str, list[float]] = {"draft": [], **{way: [] for way in ways}}
@@ -370,21 +372,21 @@ async def measure_server(
         seconds["draft"].append(time.perf_counter() - began)
         order = list(ways)
         for turn, way in enumerate(order[number % len(order) :] + order[: number % len(order)]):
-            # other candidates each time, since the cache would know them
+            # new candidates each time: earlier ones are in the server's prefix cache
             starts = [(7 * number + 31 * turn + 101 * n) % (tokens - SEGMENT) for n in range(1, candidates)]
-            others = [ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids) for start in starts]
+            further = [ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids) for start in starts]
             began = time.perf_counter()
-            await ways[way]([ScoredLine(ids, tuple(draft)), *others])
+            await ways[way]([ScoredLine(ids, tuple(draft)), *further])
             seconds[way].append(time.perf_counter() - began)
         ids += tuple(draft)
     return seconds
 
 
 async def drafted(member: ServerMember, subject: str, context: int) -> tuple[float, int]:
-    """Seconds of all drafts of an answer under the schema after `context` tokens, and how many it drafted."""
+    """Seconds of all drafts of an answer under the schema after `context` tokens, and the number of drafted tokens."""
     params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA))
-    asked = f"{FILLER * (context // 20)}Describe {subject} in that harbour, as JSON."
-    prompt = member.text.encode_prompt([Message("user", asked)])
+    question = f"{FILLER * (context // 20)}Describe {subject} in that harbour, as JSON."
+    prompt = member.text.encode_prompt([Message("user", question)])
     session = member.open(prompt, params, seed=0)
     constraint = AnswerConstraint(Grammar.json_schema(SCHEMA), member.text.codec, params.max_tokens)
     await session.prefill()
@@ -410,21 +412,21 @@ async def stage_of(session: ServerSession, op: Op) -> Any:
     return await session.stage(op)
 
 
-async def under_a_schema(member: ServerMember, context: int, answers: int, asked: list[int]) -> dict[str, list[float]]:
-    """Milliseconds and requests of each drafted token, a row an answer: with grammars at the server, and without."""
+async def under_a_schema(member: ServerMember, context: int, answers: int, sent: list[int]) -> dict[str, list[float]]:
+    """Milliseconds and requests for a drafted token, an entry an answer, with grammars at the server and without."""
     rows: dict[str, list[float]] = {"few": [], "few, requests": [], "each": [], "each, requests": []}
     for number, subject in enumerate(SUBJECTS[:answers]):
         for way in ("few", "each") if number % 2 else ("each", "few"):
-            member.dialect.takes_grammars, before = way == "few", asked[0]
+            member.dialect.takes_grammars, before = way == "few", sent[0]
             seconds, tokens = await drafted(member, subject, context)
             rows[way].append(1e3 * seconds / tokens)
-            rows[f"{way}, requests"].append((asked[0] - before) / tokens)
+            rows[f"{way}, requests"].append((sent[0] - before) / tokens)
     return rows
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command line names: `prompts` is verification by `prompt_logprobs`, too."""
+class ServerOptions:
+    """The options of `server`; with `prompts`, verification by `prompt_logprobs` is measured, too."""
 
     model: str
     server: str
@@ -435,30 +437,30 @@ class Asked:
     answers: int
 
 
-async def ask_server(options: Asked) -> None:
+async def run_server(options: ServerOptions) -> None:
     key = KEY_ENV if os.environ.get(KEY_ENV) else None
     config = MemberConfig(options.model, server=options.server, api_key_env=key, server_timeout=600.0)
-    member, asked = ServerMember(config), [0]
+    member, sent = ServerMember(config), [0]
 
     def count(member: str, answers: int, seconds: float, steps: int = 1) -> None:
-        asked[0] += 1
+        sent[0] += 1
 
     await member.connect(count)
     client = ServerClient(str(config.server), config.server_timeout, os.environ.get(KEY_ENV))
     ways = ways_of(member, client, options.prompts)
     seconds = await measure_server(member, ways, options.tokens, options.rounds, options.candidates)
-    shown = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-    for name, value in shown.items():
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    for name, value in medians.items():
         print(f"{name:<18} {1e3 * value:8.1f} ms (median of {options.rounds - 1} rounds)")
-    for name in list(shown)[1:]:
+    for name in list(medians)[1:]:
         times, whole = (
-            shown["prefixes"] / shown[name],
-            (shown["draft"] + shown["prefixes"]) / (shown["draft"] + shown[name]),
+            medians["prefixes"] / medians[name],
+            (medians["draft"] + medians["prefixes"]) / (medians["draft"] + medians[name]),
         )
         print(f"{name:<18} {times:8.2f} × the speed of prefixes; a whole round {whole:.2f} ×")
     if member.dialect.takes_grammars:
-        found = await under_a_schema(member, options.tokens, options.answers, asked)
-        rows = {name: statistics.median(values) for name, values in found.items()}
+        results = await under_a_schema(member, options.tokens, options.answers, sent)
+        rows = {name: statistics.median(values) for name, values in results.items()}
         for way in ("few", "each"):
             print(f"schema, {way:<10} {rows[way]:8.1f} ms and {rows[f'{way}, requests']:.2f} requests a token")
         print(f"schema             {rows['each'] / rows['few']:8.2f} × cheaper")
@@ -469,15 +471,15 @@ async def ask_server(options: Asked) -> None:
 @app.command()
 def server(
     model: Annotated[str, typer.Argument(help="hub id or folder of the tokenizer, and the server's name of the model")],
-    address: Annotated[str, typer.Option("--server", metavar="URL", help="of the vLLM server")],
-    tokens: Annotated[int, typer.Option(help="of the context")] = 1000,
-    rounds: Annotated[int, typer.Option(help="of which the first does not count")] = 10,
-    candidates: Annotated[int, typer.Option(help="of a round")] = 2,
-    prompts: Annotated[bool, typer.Option("--prompts", help="also by prompt_logprobs, which takes long")] = False,
-    answers: Annotated[int, typer.Option(help="answers under a schema each way, at most 8")] = 6,
+    address: Annotated[str, typer.Option("--server", metavar="URL", help="address of the vLLM server")],
+    tokens: Annotated[int, typer.Option(help="tokens of the context")] = 1000,
+    rounds: Annotated[int, typer.Option(help="rounds; the first one is not counted")] = 10,
+    candidates: Annotated[int, typer.Option(help="candidates of a round")] = 2,
+    prompts: Annotated[bool, typer.Option("--prompts", help="also verify by prompt_logprobs, which is slow")] = False,
+    answers: Annotated[int, typer.Option(help="answers under a schema, for each way; at most 8")] = 6,
 ) -> None:
-    """A member behind vLLM, by each way of verification, and under a schema."""
-    asyncio.run(ask_server(Asked(model, address, tokens, rounds, candidates, prompts, answers)))
+    """A member on a vLLM server, with each way of verification, and under a schema."""
+    asyncio.run(run_server(ServerOptions(model, address, tokens, rounds, candidates, prompts, answers)))
 
 
 # ── Ray ───────────────────────────────────────────────────────────────────────────────────────────
@@ -491,11 +493,11 @@ def round_seconds(engine: EnsembleEngine, number: int, tokens: int) -> list[floa
 
 @app.command("ray")
 def on_ray(
-    folders: Annotated[list[str], typer.Argument(metavar="FOLDER…", help="of the members")],
-    answers: Annotated[int, typer.Option(help="of both ways each")] = 6,
-    tokens: Annotated[int, typer.Option(help="of an answer")] = 120,
+    folders: Annotated[list[str], typer.Argument(metavar="FOLDER…", help="folders of the members")],
+    answers: Annotated[int, typer.Option(help="answers in each runtime")] = 6,
+    tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 120,
 ) -> None:
-    """Rounds with members on Ray, beside rounds in one process."""
+    """Rounds with members on Ray, compared with rounds in one process."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -504,14 +506,14 @@ def on_ray(
         cluster.add_node(num_cpus=1)
     here = EnsembleConfig([MemberConfig(folder) for folder in folders], exit="never")
     there = replace(here, runtime="ray", ray_address=cluster.address)
-    found: list[list[float]] = [[], []]
+    times: list[list[float]] = [[], []]
     with EnsembleEngine(here) as local, EnsembleEngine(there) as distant:
         for number in range(answers):
-            for seconds, engine in zip(found, (local, distant), strict=True):
+            for seconds, engine in zip(times, (local, distant), strict=True):
                 seconds += round_seconds(engine, number, tokens)
     ray.shutdown()
     cluster.shutdown()
-    for name, seconds in zip(("in this process", "on Ray"), found, strict=True):
+    for name, seconds in zip(("in this process", "on Ray"), times, strict=True):
         print(f"{name:<16} {1e3 * statistics.median(seconds):8.1f} ms a round (median of {len(seconds)})")
 
 

@@ -1,4 +1,4 @@
-"""Does agreement tell right answers from wrong ones, and do members alone tell what their ensemble gains?
+"""Does agreement predict right answers, and do members alone predict the gain of their ensemble?
 
     python benchmarks/predictions.py confidence FILE.jsonl… [--rows N] [--member MODEL]… [--only-agreement] [--out FILE]
     python benchmarks/predictions.py confidence FILE.jsonl… --run compare.jsonl [--member MODEL]… [--config FILE]
@@ -6,24 +6,25 @@
     specfuse-llm compare --members A --members B --questions FILE --run A-B.jsonl --json > A-B.json    # each pair
     python benchmarks/predictions.py suggested A-B.json A-C.json …
 
-`confidence`: AUROC of what the rounds say, beside the members' own mean log p. Files have the names of the quality
-benchmark (`quality_rows.TASKS`: squad, nq_open, gsm8k, arc_challenge, rag_en); others hold questions on passages
-(`id, task "rag", prompt, references, context`), a row a line. An answer is right if it holds a reference, ends with the
-right number or is the right letter. Greedy, as many tokens as there.
+`confidence`: AUROC of the agreement of the rounds, compared with the members' mean log p. Files are named as in the
+quality benchmark (`quality_rows.TASKS`: squad, nq_open, gsm8k, arc_challenge, rag_en). Files with other names contain
+questions on passages, one JSON row a line (`id, task "rag", prompt, references, context`). An answer is right if it
+contains a reference, ends with the right number or is the right letter. Answers are greedy, with the quality
+benchmark's limits of tokens.
 
-From the rounds, without another forward: the agreement over all characters; its lowest place; that of the number or
-name on which members agree least; for numbers, that of the last one. A member's mean log p of the ensemble's answer is
-that of the answer given again, dictated, to this member alone. AUROC is the chance that a right answer has the higher
-number than a wrong one (one half: it tells nothing), with its bootstrap interval over the rows (95 %).
+The rounds give four measures without another forward pass: the agreement over all characters, its lowest value, the
+lowest agreement on a number or name, and, for questions about numbers, the agreement on the last number. For a member's
+mean log p, this member alone verifies the ensemble's answer. AUROC is the probability that a right answer has a higher
+value than a wrong one (0.5: the measure predicts nothing), with its bootstrap interval over the rows (95 %).
 
-With `--run`, nobody is asked: the answers are those that `specfuse-llm compare --questions FILE --run compare.jsonl`
-kept. Instead of log p there are two rivals: how many words the members' answers alone have in common, and, with
-`--equal-compute`, the share of a member's samples that say what the ensemble says.
+With `--run`, no model runs: the answers are read from the file of `specfuse-llm compare --questions FILE --run
+compare.jsonl`. Two other measures replace log p: the share of words that the members' separate answers have in common,
+and, after `compare --equal-compute`, the share of a member's samples with the ensemble's answer.
 
-`suggested`: Spearman's rank correlation over runs of `compare`, each in a file. Told, for each column of it by the
-metric that counts: the gap of the members, what was predicted, and what the ensemble gained to its best member; then
-how well the order of the predictions, of the gaps and of what only others know agrees with the order of the gains.
-Columns of one set of questions are correlated by themselves, too.
+`suggested`: Spearman's rank correlation over runs of `compare`, one file a run. For each group of questions, it prints
+the gap between the members, the predicted gain and the ensemble's gain over its best member, all by its main metric.
+Then it prints three rank correlations with the gains: for the predictions, the gaps, and the share that only other
+members answer right. Each group of questions also has its own correlations.
 """
 
 from __future__ import annotations
@@ -59,90 +60,91 @@ from specfuse_shared.comparing.scores import agreement_of
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
 
 MORE = 16
-"""Tokens that a dictated answer may take beyond its own in another member's encoding."""
+"""Tokens that an answer may need beyond its encoding by the verifying member."""
 SAMPLES = 2000
 RIGHT = {"short": "contains", "number": "exact", "choice": "right"}
-"""Kind of a question → the metric that says whether an answer is right."""
-Told = dict[str, float | None]
+"""Kind of a question → the metric that is above 0 for a right answer."""
+Measures = dict[str, float | None]
+"""Name → value; None if the answer has no such value."""
 
 
 def auroc(right: Sequence[float], wrong: Sequence[float]) -> float:
-    """The chance that one of the first numbers is higher than one of the second; equal ones count half."""
+    """The probability that a value of a right answer is higher than one of a wrong answer; equal values count half."""
     first, second = np.asarray(right)[:, None], np.asarray(wrong)[None, :]
     return float(np.mean((first > second) + 0.5 * (first == second)))
 
 
 def interval(numbers: Sequence[float], right: Sequence[bool], seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval (95 %) of the AUROC over the rows; all of it where all answers are right, or all wrong."""
-    chance, found = np.random.default_rng(seed), []
+    """Bootstrap interval (95 %) of the AUROC over the rows; [0, 1] if all answers are right, or all are wrong."""
+    generator, resampled = np.random.default_rng(seed), []
     values, flags = np.asarray(numbers), np.asarray(right)
     for _ in range(SAMPLES):
-        drawn = chance.integers(0, len(values), len(values))
+        drawn = generator.integers(0, len(values), len(values))
         if 0 < flags[drawn].sum() < len(drawn):
-            found.append(auroc(values[drawn][flags[drawn]], values[drawn][~flags[drawn]]))
-    if not found:
+            resampled.append(auroc(values[drawn][flags[drawn]], values[drawn][~flags[drawn]]))
+    if not resampled:
         return 0.0, 1.0
-    low, high = np.percentile(found, [2.5, 97.5])
+    low, high = np.percentile(resampled, [2.5, 97.5])
     return float(low), float(high)
 
 
 def read(file: Path, rows: int, tokens: int | None) -> list[Question]:
-    """The first rows of a file, as the quality benchmark asks them."""
+    """The questions of a file's first rows, with the quality benchmark's prompts."""
     task = next((task for task, name in TASKS.items() if name == file.stem), "rag")
     lines = file.read_text(encoding="utf-8").splitlines()[:rows]
     return [question(json.loads(line), task, min(BUDGET[task], tokens or BUDGET[task])) for line in lines]
 
 
-def told_of(engine: EnsembleEngine, asked: Question, only_agreement: bool) -> tuple[bool, Told]:
-    """Whether the answer to a question is right, and what might have told so."""
-    answer = Answer.of(engine.generate(asked.prompt, asked.params()))
-    told, text = agreements(asked, answer), answer.text
+def measures_of(engine: EnsembleEngine, row: Question, only_agreement: bool) -> tuple[bool, Measures]:
+    """Answer a question: whether the answer is right, and its measures of confidence."""
+    answer = Answer.of(engine.generate(row.prompt, row.params()))
+    measures, text = agreements(row, answer), answer.text
     if not only_agreement:
-        own = {name: mean_logprob(engine, asked, text, name) if text else None for name in engine.config.names}
-        known = [value for value in own.values() if value is not None]
-        told |= {f"mean log p of {name}": value for name, value in own.items()}
-        told["mean of the members"] = statistics.mean(known) if known else None
-    return is_right(asked, text), told
+        logprobs = {name: mean_logprob(engine, row, text, name) if text else None for name in engine.config.names}
+        values = [value for value in logprobs.values() if value is not None]
+        measures |= {f"mean log p of {name}": value for name, value in logprobs.items()}
+        measures["mean of the members"] = statistics.mean(values) if values else None
+    return is_right(row, text), measures
 
 
-def is_right(asked: Question, text: str) -> bool:
-    return score(asked, text)[RIGHT[str(asked.kind)]] > 0
+def is_right(row: Question, text: str) -> bool:
+    return score(row, text)[RIGHT[str(row.kind)]] > 0
 
 
-def kept(run: RunFile, config: EnsembleConfig, asked: Question) -> tuple[bool, Told] | None:
-    """The same of an answer that a comparison has kept; None where it has none."""
-    answer = run.answer(answer_key(config, asked, None))
+def stored_measures(run: RunFile, config: EnsembleConfig, row: Question) -> tuple[bool, Measures] | None:
+    """The same for an answer in a comparison's file; None if the file has no answer to this question."""
+    answer = run.answer(answer_key(config, row, None))
     if answer is None:
         return None
-    told = agreements(asked, answer)
+    measures = agreements(row, answer)
     members = {name: config.only([name]) for name in config.names}
-    alone = {name: run.answer(answer_key(member, asked, None)) for name, member in members.items()}
-    same = agreement_of({name: {asked.id: own} for name, own in alone.items() if own is not None}, config.names)
-    told["members alone, words in common"] = same[asked.id] / 100
+    alone = {name: run.answer(answer_key(member, row, None)) for name, member in members.items()}
+    same = agreement_of({name: {row.id: reply} for name, reply in alone.items() if reply is not None}, config.names)
+    measures["members alone, words in common"] = same[row.id] / 100
     for name, member in members.items():
-        keys = (sample_key(member, asked, None, TEMPERATURE, seed) for seed in range(1, MOST_SAMPLES + 1))
-        said = [final_answer(asked, sample.text) for key in keys if (sample := run.answer(key)) is not None]
-        share = said.count(final_answer(asked, answer.text)) / len(said) if said else None
-        told[f"samples of {name} that say so"] = share
-    return is_right(asked, answer.text), told
+        keys = (sample_key(member, row, None, TEMPERATURE, seed) for seed in range(1, MOST_SAMPLES + 1))
+        finals = [final_answer(row, sample.text) for key in keys if (sample := run.answer(key)) is not None]
+        share = finals.count(final_answer(row, answer.text)) / len(finals) if finals else None
+        measures[f"samples of {name} with this answer"] = share
+    return is_right(row, answer.text), measures
 
 
-def agreements(asked: Question, answer: Answer) -> Told:
-    """What the rounds say, each in [0, 1]."""
+def agreements(row: Question, answer: Answer) -> Measures:
+    """The members' agreement on the answer, each value in [0, 1]."""
     share, lowest = answer.agreement or (None, None)
     facts = [share for _, _, kind, share in answer.differences if kind != "word"]
-    told: Told = {
+    measures: Measures = {
         "agreement": share,
-        "agreement, lowest place": lowest,
+        "agreement, lowest": lowest,
         "agreement, numbers and names": None if share is None else min(facts, default=1.0),
     }
-    if asked.kind == "number":
-        told["agreement, last number"] = last_number(answer)
-    return told
+    if row.kind == "number":
+        measures["agreement, last number"] = last_number(answer)
+    return measures
 
 
 def last_number(answer: Answer) -> float | None:
-    """The share of the votes for the last number; None where there is none, or nothing is known."""
+    """The share of the votes for the last number; None if the answer has no number or no votes."""
     numbers = list(re.finditer(r"\d[\d.,]*", answer.text))
     if not numbers or answer.agreement is None:
         return None
@@ -150,35 +152,35 @@ def last_number(answer: Answer) -> float | None:
     return min((share for start, end, _, share in answer.differences if start < last and end > first), default=1.0)
 
 
-def mean_logprob(engine: EnsembleEngine, asked: Question, text: str, member: str) -> float | None:
-    """Of an answer's tokens in the eyes of one member."""
+def mean_logprob(engine: EnsembleEngine, row: Question, text: str, member: str) -> float | None:
+    """The mean log p of an answer's tokens, verified by one member."""
     longest = len(engine.tokenize(text, members=[member])) + MORE
     params = SamplingParams(max_tokens=longest, grammar=Grammar.choice([text]), logprobs=True)
-    scored = engine.generate(asked.prompt, params, members=[member]).logprobs
+    scored = engine.generate(row.prompt, params, members=[member]).logprobs
     return statistics.mean(token.logprob for token in scored) if scored else None
 
 
-def table_of(found: Sequence[tuple[bool, Told]]) -> list[dict[str, Any]]:
-    """A line for each number: over how many rows, their AUROC and its interval; None where one side has no row."""
+def table_of(results: Sequence[tuple[bool, Measures]]) -> list[dict[str, Any]]:
+    """A line for each measure: its rows, its AUROC and the interval; None if no answer is right, or none is wrong."""
     lines = []
-    for name in found[0][1]:
-        known = [(right, told[name]) for right, told in found if told.get(name) is not None]
-        right = [flag for flag, _ in known]
-        numbers = [float(value) for _, value in known if value is not None]
-        both = [[n for n, flag in zip(numbers, right, strict=True) if flag is wanted] for wanted in (True, False)]
+    for name in results[0][1]:
+        pairs = [(right, measures[name]) for right, measures in results if measures.get(name) is not None]
+        right = [flag for flag, _ in pairs]
+        numbers = [float(value) for _, value in pairs if value is not None]
+        both = [[n for n, flag in zip(numbers, right, strict=True) if flag is group] for group in (True, False)]
         at = auroc(*both) if all(both) else None
         low, high = interval(numbers, right) if all(both) else (None, None)
-        lines.append({"number": name, "rows": len(known), "right": sum(right), "auroc": at, "low": low, "high": high})
+        lines.append({"number": name, "rows": len(pairs), "right": sum(right), "auroc": at, "low": low, "high": high})
     return lines
 
 
-def shown(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+def as_table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=title)
-    for column in ("number", "rows", "AUROC", "95 %"):
+    for column in ("measure", "rows", "AUROC", "95 %"):
         table.add_column(column)
     for line in lines:
-        known = line["auroc"] is not None
-        cells = (f"{line['auroc']:.3f}", f"[{line['low']:.2f}, {line['high']:.2f}]") if known else ("–", "–")
+        has_auroc = line["auroc"] is not None
+        cells = (f"{line['auroc']:.3f}", f"[{line['low']:.2f}, {line['high']:.2f}]") if has_auroc else ("–", "–")
         table.add_row(line["number"], str(line["rows"]), *cells)
     return table
 
@@ -186,62 +188,62 @@ def shown(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
 def measured(
     engine: EnsembleEngine, files: Sequence[Path], rows: int, tokens: int | None, together: int, only_agreement: bool
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Of each file a title and its lines."""
+    """Answer the rows of each file, and return a title and its lines."""
     for file in files:
         picked, began = read(file, rows, tokens), time.monotonic()
         with ThreadPoolExecutor(together) as pool:
-            found = list(pool.map(lambda asked: told_of(engine, asked, only_agreement), picked))
+            results = list(pool.map(lambda row: measures_of(engine, row, only_agreement), picked))
         each = (time.monotonic() - began) / len(picked)
-        right = sum(right for right, _ in found)
-        yield f"{file.stem}: {len(found)} rows, {right} answered right, {each:.1f} s a row", table_of(found)
+        right = sum(right for right, _ in results)
+        yield f"{file.stem}: {len(results)} rows, {right} answered right, {each:.1f} s a row", table_of(results)
 
 
 def measured_before(run: RunFile, config: EnsembleConfig, files: Sequence[Path]) -> Iterator[tuple[str, list[Any]]]:
-    """The same of answers that a comparison has kept."""
+    """The same for the answers in a comparison's file."""
     for file in files:
-        picked = read_questions(file).questions
-        found = [each for asked in picked if asked.kind in RIGHT and (each := kept(run, config, asked)) is not None]
-        right = sum(right for right, _ in found)
-        lines = table_of(found) if found else []
-        yield f"{file.stem}: {len(found)} rows, {right} answered right", [each for each in lines if each["rows"]]
+        picked = [row for row in read_questions(file).questions if row.kind in RIGHT]
+        results = [each for row in picked if (each := stored_measures(run, config, row)) is not None]
+        right = sum(right for right, _ in results)
+        lines = table_of(results) if results else []
+        yield f"{file.stem}: {len(results)} rows, {right} answered right", [each for each in lines if each["rows"]]
 
 
 @app.command()
 def confidence(
-    files: Annotated[list[Path], typer.Argument(help="rows")],
-    rows: Annotated[int, typer.Option(help="the first so many of each file")] = 200,
-    member: Annotated[list[str] | None, typer.Option(help="a model; the demo's members without any")] = None,
+    files: Annotated[list[Path], typer.Argument(help="files of rows")],
+    rows: Annotated[int, typer.Option(help="number of rows of each file")] = 200,
+    member: Annotated[list[str] | None, typer.Option(help="a model; default: the demo's members")] = None,
     config: Annotated[str | None, typer.Option(help="TOML file of an ensemble")] = None,
-    run: Annotated[Path | None, typer.Option(help="file of a comparison; without, members are asked")] = None,
-    only_agreement: Annotated[bool, typer.Option(help="no log p, which reads each answer again")] = False,
-    tokens: Annotated[int | None, typer.Option(help="at most so many tokens an answer")] = None,
+    run: Annotated[Path | None, typer.Option(help="read the answers from this file of `compare`")] = None,
+    only_agreement: Annotated[bool, typer.Option(help="leave out log p, which needs another forward pass")] = False,
+    tokens: Annotated[int | None, typer.Option(help="maximum tokens of an answer")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file")] = None,
-    together: Annotated[int, typer.Option(help="rows at a time")] = 8,
+    together: Annotated[int, typer.Option(help="concurrent rows")] = 8,
 ) -> None:
-    """AUROC of the agreement of members, and of their log p."""
-    told, ensemble = {}, chosen_ensemble(member, config)
+    """AUROC of the members' agreement, and of their log p."""
+    report, ensemble = {}, chosen_ensemble(member, config)
     with ExitStack() as stack:
         if run is not None:
-            found = measured_before(stack.enter_context(RunFile(run)), ensemble, files)
+            tables = measured_before(stack.enter_context(RunFile(run)), ensemble, files)
         else:
             engine = stack.enter_context(EnsembleEngine(ensemble)).load()
-            found = measured(engine, files, rows, tokens, together, only_agreement)
-        for title, lines in found:
-            Console().print(shown(title, lines))
-            told[title.partition(":")[0]] = lines
+            tables = measured(engine, files, rows, tokens, together, only_agreement)
+        for title, lines in tables:
+            Console().print(as_table(title, lines))
+            report[title.partition(":")[0]] = lines
             if out is not None:
-                out.write_text(json.dumps(told, indent=1) + "\n")
+                out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 # ── suggested ensembles ───────────────────────────────────────────────────────────────────────────
 
 FEWEST = 4
-"""Ensembles whose order says anything: three agree by chance once in six times."""
+"""Minimum number of ensembles for a correlation: the order of three agrees by chance in one of six cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was predicted of an ensemble on a group of questions, and what it gained, in points."""
+    """The predicted and the actual gain of an ensemble on a group of questions, in points."""
 
     group: str
     members: str
@@ -253,31 +255,31 @@ class Outcome:
 
 
 def outcomes_of(comparison: dict[str, Any]) -> list[Outcome]:
-    """Of what `compare --json` printed: its groups of questions by the metric that counts, and all together."""
+    """The outcomes in the output of `compare --json`: each group of questions by its main metric, and all together."""
     mains: dict[str, dict[str, Any]] = {}
     for title, column in comparison["columns"].items():
         mains.setdefault(title.partition(":")[0], column)
-    if len(mains) == 2:  # "all" is the one group
+    if len(mains) == 2:  # "all" equals the only group
         del mains["all"]
-    found = []
+    outcomes = []
     for name, column in mains.items():
-        if (told := column["suggested"]) is not None:
-            parts = {part: told[part]["mean"] for part in ("gap", "added", "predicted")}
+        if (suggestion := column["suggested"]) is not None:
+            parts = {part: suggestion[part]["mean"] for part in ("gap", "added", "predicted")}
             gained = column["differences"][ENSEMBLE]["mean"]
-            found.append(Outcome(name, " + ".join(told["members"]), column["rows"], gained=gained, **parts))
-    return found
+            outcomes.append(Outcome(name, " + ".join(suggestion["members"]), column["rows"], gained=gained, **parts))
+    return outcomes
 
 
 def rank_correlation(predicted: Sequence[float], gained: Sequence[float]) -> float | None:
-    """Spearman's, from -1 to 1; None where there are too few or one of the two does not vary."""
+    """Spearman's rank correlation, from -1 to 1; None for too few values, or if one of the two does not vary."""
     if len(gained) < FEWEST or len(set(predicted)) == 1 or len(set(gained)) == 1:
         return None
-    found = float(spearmanr(predicted, gained).statistic)
-    return None if isnan(found) else found
+    rho = float(spearmanr(predicted, gained).statistic)
+    return None if isnan(rho) else rho
 
 
 def correlations(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
-    """What was told before → its rank correlation with the gain; a small gap should go with a large gain."""
+    """Predictor → its rank correlation with the gain. The gap counts negatively: a small gap predicts a large gain."""
     gained = [each.gained for each in outcomes]
     return {
         "predicted": rank_correlation([each.predicted for each in outcomes], gained),
@@ -287,8 +289,8 @@ def correlations(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 @app.command()
-def suggested(files: Annotated[list[Path], typer.Argument(help="What `specfuse-llm compare --json` printed.")]) -> None:
-    """Print what was predicted beside what was gained, and the correlations."""
+def suggested(files: Annotated[list[Path], typer.Argument(help="output of `specfuse-llm compare --json`")]) -> None:
+    """Print predicted and actual gains, and their correlations."""
     outcomes = [each for file in files for each in outcomes_of(json.loads(file.read_text("utf-8")))]
     table = Table("questions", "members", "rows", "gap", "only others right", "predicted", "gained")
     for each in outcomes:
@@ -299,11 +301,11 @@ def suggested(files: Annotated[list[Path], typer.Argument(help="What `specfuse-l
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
         groups[each.group].append(each)
-    apart = [each for each in outcomes if each.group != "all"]  # that one is made of the others
-    for name, own in {"every group": apart, **(groups if len(groups) > 1 else {})}.items():
-        rho = {what: "–" if value is None else f"{value:+.2f}" for what, value in correlations(own).items()}
-        told = ", ".join(f"{what} {value}" for what, value in rho.items())
-        console.print(f"{name}, {len(own)} ensembles: rank correlation with the gain: {told}")
+    separate = [each for each in outcomes if each.group != "all"]  # "all" consists of the other groups
+    for name, group in {"every group": separate, **(groups if len(groups) > 1 else {})}.items():
+        rhos = correlations(group)
+        texts = ", ".join(f"{key} {'–' if rho is None else f'{rho:+.2f}'}" for key, rho in rhos.items())
+        console.print(f"{name}, {len(group)} ensembles: rank correlation with the gain: {texts}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How good are the ensemble's answers? Each member alone and every variant, on the same rows with the same budget.
+"""Quality of the ensemble's answers: each member alone and each variant, on the same rows with the same token limits.
 
     python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--rows N] [--variants NAME]…
     python benchmarks/quality.py table --data DIR [--half …] [--against best] [--variants NAME]…
@@ -6,23 +6,24 @@
     python benchmarks/quality.py variants
     python benchmarks/quality.py exit --data FILE.jsonl [--prompts 40] [--tokens 64] [--json FILE]
 
-DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`); `own` is in
-`benchmarks/` itself. Rows alternate between the half on which settings are chosen and the half that confirms them.
-Answers are appended to `results/quality/VARIANT.jsonl` and never made twice, so that a run may be stopped and go on.
-Greedy, in bf16 where the processor has it, as many answers at a time as `--together`.
+DIR contains the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`). The rows of the
+task `own` are in `benchmarks/`. Rows alternate between the half on which settings are chosen and the half that confirms
+them. `run` appends answers to `results/quality/VARIANT.jsonl` and skips rows with an answer, so that you can stop and
+resume it. Answers are greedy, in bf16 if the processor supports it; `--together` sets how many are concurrent.
 
-With `--member FILE` further members may stand beside the demo's: their variants are called `a+b+c`.
+`--member FILE` adds further members to the demo's two; the variants with them are named `a+b+c`.
 
-`table` scores what is there: open questions by ROUGE-L and by the cosine of sentence embeddings (the better of two
-references), passages by F1 and by whether the answer holds a reference (asked for a few words and for a sentence),
-verifiable instructions by whether all are followed. Each column has the difference to the best of a variant's members
-with its paired bootstrap interval (95 %, 10,000 samples), and below the table stands how small a difference the rows
-can show. JSON and a plot lie beside it. First segment and tokens a second are those of lone requests (`--timed`).
-`--coherence` adds how long answers hang together (`--tokens 400`).
+`table` scores the stored answers: open questions by ROUGE-L and by the cosine of sentence embeddings (the better of two
+references); passages, with answers of a few words and of a sentence, by F1 and by whether the answer contains a
+reference; verifiable instructions by whether all are followed. Each column has the difference to the best of the
+variant's members with its paired bootstrap interval (95 %, 10,000 samples). The lines below the table state the
+smallest difference that the rows can show. `--out` writes JSON and a plot. With `run --timed`, the table also has the
+time to the first segment and the tokens a second of single requests. `--coherence` adds the coherence of long answers
+(`--tokens 400`).
 
-`exit`: the default settings with and without exit, where weak members stand beside the demo's two: noisy copies of
-them, with Gaussian noise on every weight matrix, in standard deviations of that matrix. Each row of FILE has `prompt`
-and `references`. All prompts at once, greedy. Prints ROUGE-L, active members a round and seconds for each exit policy.
+`exit`: exit policies with the demo's two members and three weak ones. The weak members are noisy copies: every weight
+matrix has Gaussian noise, in standard deviations of that matrix. Each row of FILE has `prompt` and `references`. All
+prompts are concurrent and greedy. It prints ROUGE-L, active members a round and seconds for each exit policy.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ Half = Annotated[str, typer.Option(help="choose, confirm or all")]
 Names = Annotated[list[str], typer.Option(help="variants, by name")]
 Tasks = Annotated[list[str], typer.Option(help="tasks, by name")]
 Further = Annotated[list[str], typer.Option(help="a further member: a hub id, a folder or a GGUF file")]
-Tokens = Annotated[int | None, typer.Option(help="most tokens of an answer, instead of the task's own budget")]
+Tokens = Annotated[int | None, typer.Option(help="maximum tokens of an answer, instead of the task's")]
 
 
 @app.command()
@@ -87,14 +88,14 @@ def run(
     half: Half = "choose",
     tasks: Tasks = COMPARED_TASKS,
     rows: Annotated[int | None, typer.Option(help="at most this many of each task")] = None,
-    together: Annotated[int, typer.Option(help="answers at a time")] = 24,
-    timed: Annotated[int, typer.Option(help="lone requests to time for each variant")] = 0,
+    together: Annotated[int, typer.Option(help="concurrent answers")] = 24,
+    timed: Annotated[int, typer.Option(help="single requests to time for each variant")] = 0,
     tokens: Tokens = None,
     member: Further = [],  # noqa: B006
 ) -> None:
-    """Answer the rows that a variant has not answered yet."""
+    """Answer the rows for which a variant has no answer yet."""
     with_further(member)
-    asked = read_rows(data, tasks, half, rows, tokens)
+    questions = read_rows(data, tasks, half, rows, tokens)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in variants:
         start, asker = time.monotonic(), Asker(name, ensemble(name, together))
@@ -102,7 +103,7 @@ def run(
             before, bar = len(file), progress.add_task(name, total=None)
             asking = EvalRun(
                 [asker],
-                asked,
+                questions,
                 file,
                 timed=timed,
                 on_progress=lambda p, bar=bar: progress.update(bar, completed=p.done, total=p.total),
@@ -110,8 +111,8 @@ def run(
             asking.ask_all()
         took, memory = time.monotonic() - start, peak_bytes() / 2**20
         print(f"{name}: {len(file) - before} records in {took:.0f} s, at most {memory:.0f} MiB of memory")
-        for (_, row), why in asking.failures.items():
-            print(f"{name}: {row} failed: {why}")
+        for (_, row), error in asking.failures.items():
+            print(f"{name}: {row} failed: {error}")
 
 
 @app.command()
@@ -122,40 +123,40 @@ def table(
     tasks: Tasks = COMPARED_TASKS,
     rows: Annotated[int | None, typer.Option(min=2, help="at most this many of each task")] = None,
     against: Annotated[str, typer.Option(help="a variant, or `best`: the best member of each column")] = "best",
-    out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file; the plot has the same name with .png")] = None,
     markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
     tokens: Tokens = None,
-    coherence: Annotated[bool, typer.Option(help="how answers of two stretches or more hang together")] = False,
+    coherence: Annotated[bool, typer.Option(help="coherence of answers of two stretches or more")] = False,
     member: Further = [],  # noqa: B006
-    answered: Annotated[bool, typer.Option(help="only the rows that all of them have answered")] = False,
+    answered: Annotated[bool, typer.Option(help="only the rows that all variants have answered")] = False,
 ) -> None:
-    """Score what has been answered."""
+    """Score the stored answers."""
     with_further(member)
-    asked = read_rows(data, tasks, half, rows, tokens)
+    questions = read_rows(data, tasks, half, rows, tokens)
     names = variants or [name for name in VARIANTS if answers_file(stored_as(name, tokens)).is_file()]
     rivals = [against] if against != "best" else [bar for name in names for bar in VARIANTS[name].bars]
     names = list(dict.fromkeys([*rivals, *names]))
     if answered:
-        made = [read_answers(stored_as(name, tokens)) for name in names]
-        asked = [row for row in asked if all(row.id in each for each in made)]
+        stored = [read_answers(stored_as(name, tokens)) for name in names]
+        questions = [row for row in questions if all(row.id in answers for answers in stored)]
     encode = sentence_vectors() if coherence or "open" in tasks else None
-    found = {name: measured(stored_as(name, tokens), asked, encode, coherence) for name in names}
-    whole = {name: facts for name, facts in found.items() if facts is not None}
-    for name in set(found) - set(whole):
+    results = {name: measured(stored_as(name, tokens), questions, encode, coherence) for name in names}
+    whole = {name: facts for name, facts in results.items() if facts is not None}
+    for name in set(results) - set(whole):
         print(f"{name}: not all rows are answered, left out")
-    if not asked or not set(rivals) & set(whole):
-        raise typer.BadParameter("nothing to compare: see `run`, and `--answered` for a run that was cut short")
+    if not questions or not set(rivals) & set(whole):
+        raise typer.BadParameter("nothing to compare: see `run`, and `--answered` for an interrupted run")
     compared = rivals_of(whole, against)
     for name, facts in whole.items():
         for column, of in compared.items():
             facts["columns"][column]["difference"] = difference(
                 facts["columns"][column]["each"], whole[of[name]]["columns"][column]["each"]
             )
-    show(whole, compared, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
-    for line in seen(whole, compared):
+    show(whole, compared, f"{half} half, {len(questions)} rows, difference to {against}", markdown)
+    for line in smallest_differences(whole, compared):
         print(line)
     if not markdown:
-        print("\n".join(loudest(whole)))
+        print("\n".join(repeated_lines(whole)))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(
@@ -164,45 +165,45 @@ def table(
         plot(whole, compared, out.with_suffix(".png"))
 
 
-@app.command()
-def beside(
+@app.command("beside")
+def side_by_side(
     data: Data,
     out: Annotated[Path, typer.Argument(help="Markdown file")],
     variants: Names = (*BARS, "default"),
     half: Half = "confirm",
     tasks: Tasks = ("open",),
-    rows: Annotated[int, typer.Option(help="the first so many of each task")] = 10,
-    words: Annotated[int, typer.Option(min=1, help="cut answers after so many words")] = 30,
+    rows: Annotated[int, typer.Option(help="number of rows of each task")] = 10,
+    words: Annotated[int, typer.Option(min=1, help="cut answers after this many words")] = 30,
 ) -> None:
-    """The answers to the first rows side by side, as they are. What stands above those of an earlier OUT.md stays."""
-    known = {name: read_answers(stored_as(name, None)) for name in variants}
+    """Write the answers to the first rows side by side. The introduction of an existing OUT.md stays."""
+    stored = {name: read_answers(stored_as(name, None)) for name in variants}
     of = "" if half == "all" else f" of the half to {half}"
-    told = f"{', '.join(tasks)}{of}; unselected. Answers are cut after {words} words."
-    head = f"# The first {rows} rows, answered by each\n\n{told}\n"
+    about = f"{', '.join(tasks)}{of}; unselected. Answers are cut after {words} words."
+    head = f"# The first {rows} rows, with the answer of each variant\n\n{about}\n"
     if out.is_file():
         head, *_ = out.read_text(encoding="utf-8").partition("\n## ")
     lines = [head.rstrip("\n")]
     for row in read_rows(data, tasks, half, rows):
         lines += ["", f"## {row.id}", "", *_quoted(row.prompt)]
-        for name, answers in known.items():
+        for name, answers in stored.items():
             text = answers[row.id].text.strip()
             lines += ["", f"**{name}**", "", *_quoted(shortened(text, words) or "(nothing)")]
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know."""
+    """JSON for the two other types of the report."""
     return value.to_dict() if isinstance(value, Interval) else asdict(value)  # type: ignore[call-overload]
 
 
 def _quoted(text: str) -> list[str]:
-    """A text as an indented block of code: it may be Markdown with fences of its own, and shall not be read as such."""
+    """The text as an indented block of code, so that Markdown in it, with fences, is not rendered."""
     return [f"    {line}".rstrip() for line in text.strip().splitlines()]
 
 
 @app.command("variants")
 def list_variants() -> None:
-    """Name every variant and what it sets."""
+    """List all variants with a description."""
     for name, variant in VARIANTS.items():
         print(f"{name:24} {variant.about}")
 
@@ -211,50 +212,50 @@ def list_variants() -> None:
 
 
 def measured(
-    name: str, asked: Sequence[Question], encode: Encode | None = None, hanging: bool = False
+    name: str, questions: Sequence[Question], encode: Encode | None = None, with_coherence: bool = False
 ) -> dict[str, Any] | None:
-    """Each column's single scores and mean, and how the answers were made; None where answers are missing.
+    """Each column's scores and mean, with rounds and cost of the answers; None if answers are missing.
 
-    A column is a set of rows and a metric. `encode` is needed for cosines and for `hanging` (coherence).
+    A column is a set of rows and a metric. Cosines and coherence need `encode`.
     """
     answers = read_answers(name)
-    if any(row.id not in answers for row in asked):
+    if any(row.id not in answers for row in questions):
         return None
-    found: dict[str, Any] = {"columns": {}, "sets": {}}
-    for task in dict.fromkeys(row.group for row in asked):
-        rows = [row for row in asked if row.group == task]
+    result: dict[str, Any] = {"columns": {}, "sets": {}}
+    for task in dict.fromkeys(row.group for row in questions):
+        rows = [row for row in questions if row.group == task]
         texts = [answers[row.id].text for row in rows]
         for metric, each in _scores(rows, texts, encode).items():
-            found["columns"][f"{task}: {metric}"] = {"each": each, "mean": statistics.mean(each)}
-        found["sets"][task] = _habits(rows, texts)
-    made = [answers[row.id] for row in asked]
-    if hanging:
+            result["columns"][f"{task}: {metric}"] = {"each": each, "mean": statistics.mean(each)}
+        result["sets"][task] = _style(rows, texts)
+    made = [answers[row.id] for row in questions]
+    if with_coherence:
         assert encode is not None, "coherence needs an encoder"
-        told = (coherence(row.prompt, answers[row.id].text, encode) for row in asked)
-        found["coherence"] = [one for one in told if one]
-    found["active"] = sum(a.active * a.rounds for a in made) / max(1, sum(a.rounds for a in made))
-    found["rounds"] = statistics.mean(a.rounds for a in made)
-    return {**found, "cost": cost_of({row.id: answers[row.id] for row in asked}, 0)}
+        each = (coherence(row.prompt, answers[row.id].text, encode) for row in questions)
+        result["coherence"] = [cosines for cosines in each if cosines]
+    result["active"] = sum(a.active * a.rounds for a in made) / max(1, sum(a.rounds for a in made))
+    result["rounds"] = statistics.mean(a.rounds for a in made)
+    return {**result, "cost": cost_of({row.id: answers[row.id] for row in questions}, 0)}
 
 
 def _scores(rows: Sequence[Question], texts: Sequence[str], encode: Encode | None) -> dict[str, list[float]]:
-    """Metric → the score of each row, of one set."""
+    """Metric → the score of each row, for one set."""
     single = [score(row, text) for row, text in zip(rows, texts, strict=True)]
-    found = {metric: [one[metric] for one in single] for metric in single[0]}
+    scores = {metric: [each[metric] for each in single] for metric in single[0]}
     if rows[0].group == "open":
         assert encode is not None, "cosines need an encoder"
-        found["cosine"] = cosines([row.references for row in rows], texts, encode)
-    return found
+        scores["cosine"] = cosines([row.references for row in rows], texts, encode)
+    return scores
 
 
-def _habits(rows: Sequence[Question], texts: Sequence[str]) -> dict[str, Any]:
-    """How the answers of one set read."""
+def _style(rows: Sequence[Question], texts: Sequence[str]) -> dict[str, Any]:
+    """Length and repetition of the answers of one set."""
     keyed = list(zip((row.id for row in rows), texts, strict=True))
     return {
         "words": statistics.mean(len(text.split()) for text in texts),
-        "circles": 100 * statistics.mean(is_looping(text) for text in texts),
+        "loops": 100 * statistics.mean(is_looping(text) for text in texts),
         "repeated": 100 * statistics.mean(repeated_share(text) for text in texts),
-        "thrice": [key for key, text in keyed if says_a_line_thrice(text)],
+        "thrice": [key for key, text in keyed if repeats_a_line(text)],
     }
 
 
@@ -263,7 +264,7 @@ Rivals = Mapping[str, Mapping[str, str]]
 
 
 def rivals_of(whole: Mapping[str, Any], against: str) -> Rivals:
-    """`best`: the best of a variant's own members."""
+    """The rivals; `best` is the best of a variant's own members."""
     columns = next(iter(whole.values()))["columns"]
     if against != "best":
         return {column: dict.fromkeys(whole, against) for column in columns}
@@ -275,22 +276,22 @@ def rivals_of(whole: Mapping[str, Any], against: str) -> Rivals:
     return {column: {name: best(name, column) for name in whole} for column in columns}
 
 
-def seen(whole: Mapping[str, Any], rivals: Rivals) -> list[str]:
-    """For each column how small a difference its rows can show, in the middle over the ensembles of the table."""
+def smallest_differences(whole: Mapping[str, Any], rivals: Rivals) -> list[str]:
+    """For each column the smallest difference that its rows can show, the median over the ensembles of the table."""
     lines = []
     for column, of in rivals.items():
-        told = [
+        columns = [
             facts["columns"][column] for name, facts in whole.items() if name not in (*VARIANTS[name].bars, of[name])
         ]
-        spread = [one["difference"].least_seen for one in told if one["difference"].least_seen > 0]
-        if spread:
-            count, least = len(told[0]["each"]), statistics.median(spread)
-            lines.append(f"{column}, {count} rows: differences below {least:.1f} cannot be seen ({POWER:.0%} power).")
+        smallest = [each["difference"].least_seen for each in columns if each["difference"].least_seen > 0]
+        if smallest:
+            count, median = len(columns[0]["each"]), statistics.median(smallest)
+            lines.append(f"{column}, {count} rows: differences below {median:.1f} cannot be seen ({POWER:.0%} power).")
     return lines
 
 
 def show(whole: Mapping[str, Any], rivals: Rivals, title: str, plain: bool) -> None:
-    """On the terminal, or as Markdown; without the columns of what was not measured."""
+    """Print the table on the terminal, or as Markdown. Columns without any value are left out."""
     rows = [_cells(name, whole, rivals) for name in whole]
     columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
     if plain:
@@ -304,18 +305,18 @@ def show(whole: Mapping[str, Any], rivals: Rivals, title: str, plain: bool) -> N
     Console(width=240).print(printed)
 
 
-def loudest(whole: Mapping[str, Any]) -> list[str]:
-    """How many answers say a line three times, where any do."""
+def repeated_lines(whole: Mapping[str, Any]) -> list[str]:
+    """For each variant and task the number of answers that contain a line three times, unless it is 0."""
     return [
-        f"{name}: {len(habits['thrice'])} {task} answers say a line thrice"
+        f"{name}: {len(style['thrice'])} {task} answers contain a line three times"
         for name, facts in whole.items()
-        for task, habits in facts["sets"].items()
-        if habits["thrice"]
+        for task, style in facts["sets"].items()
+        if style["thrice"]
     ]
 
 
 def _cells(name: str, whole: Mapping[str, Any], rivals: Rivals) -> dict[str, str]:
-    """Column → text, empty where it was not measured."""
+    """Column → text, empty if it was not measured."""
     facts = whole[name]
 
     def compared(column: str) -> str:
@@ -323,33 +324,33 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Rivals) -> dict[str, str
         gap = "" if d.low == d.high == 0 else f" {d}"
         return f"{facts['columns'][column]['mean']:.1f}{gap}"
 
-    def listed(habit: str) -> str:
-        return ", ".join(f"{habits[habit]:.0f}" for habits in facts["sets"].values())
+    def listed(key: str) -> str:
+        return ", ".join(f"{style[key]:.0f}" for style in facts["sets"].values())
 
-    cost, hanging = facts["cost"], facts.get("coherence")
+    cost, coherences = facts["cost"], facts.get("coherence")
     return {
         "variant": name,
         **{f"{column} (to {_rival(of)})": compared(column) for column, of in rivals.items()},
         "words": listed("words"),
         "words ÷ members'": _ratios(name, whole),
-        "circles %": listed("circles"),
+        "loops %": listed("loops"),
         "repeated %": listed("repeated"),
         "rounds": f"{facts['rounds']:.1f}",
         "active": f"{facts['active']:.2f}",
-        "neighbours": _mean(hanging, "neighbours"),
-        "on topic": _mean(hanging, "on_topic"),
+        "neighbours": _mean(coherences, "neighbours"),
+        "on topic": _mean(coherences, "on_topic"),
         "first segment": f"{cost.first_seconds:.2f} s" if cost.timed else "",
         "tokens/s": f"{cost.tokens_per_second:.1f}" if cost.timed else "",
     }
 
 
 def _rival(of: Mapping[str, str]) -> str:
-    """Whom a column's variants are compared with, where it is the same one for all."""
+    """The rival of a column's variants, if all have the same one."""
     return next(iter(of.values())) if len(set(of.values())) == 1 else "their best member"
 
 
 def _ratios(name: str, whole: Mapping[str, Any]) -> str:
-    """Words an answer, by the mean of those of the ensemble's members alone; empty where one was not asked."""
+    """Words an answer ÷ the mean of the ensemble's members alone; empty if a member's answers are missing."""
     alone = VARIANTS[name].alone
     if name in alone or any(member not in whole for member in alone):
         return ""
@@ -357,17 +358,17 @@ def _ratios(name: str, whole: Mapping[str, Any]) -> str:
     return ", ".join(f"{h['words'] / max(1.0, means[task]):.2f}" for task, h in whole[name]["sets"].items())
 
 
-def _mean(found: Sequence[Mapping[str, float]] | None, key: str) -> str:
-    """With how many answers it is a mean of."""
-    return f"{statistics.mean(one[key] for one in found):.0f} ({len(found)})" if found else ""
+def _mean(answers: Sequence[Mapping[str, float]] | None, key: str) -> str:
+    """The mean over the answers, and their number."""
+    return f"{statistics.mean(each[key] for each in answers):.0f} ({len(answers)})" if answers else ""
 
 
 _PANELS = 4
-"""Beside each other; more go below."""
+"""Panels in a row of the plot."""
 
 
 def plot(whole: Mapping[str, Any], rivals: Rivals, file: Path) -> None:
-    """Differences to the rival with their intervals, a panel for each column."""
+    """Draw the differences to the rival with their intervals, a panel for each column."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -407,39 +408,39 @@ def sentence_vectors() -> Encode:
 
 
 def cosines(references: Sequence[Sequence[str]], answers: Sequence[str], encode: Encode) -> list[float]:
-    """How near each answer is in meaning to the nearest of its references: the cosine of their embeddings, times 100.
+    """Similarity of each answer to the nearest of its references: the cosine of their embeddings, times 100.
 
-    It complements ROUGE, which favours brevity. An empty answer scores 0, as does one with the opposite direction.
+    It complements ROUGE, which favours brevity. Empty answers and negative cosines score 0.
     """
-    wanted = list(dict.fromkeys(text for own in references for text in own))
-    place = {text: n for n, text in enumerate(wanted)}
-    targets, found = encode(wanted), encode(list(answers))
+    unique = list(dict.fromkeys(text for texts in references for text in texts))
+    index = {text: n for n, text in enumerate(unique)}
+    targets, vectors = encode(unique), encode(list(answers))
     nearest = [
-        max(float(targets[place[text]] @ vector) for text in own) if answer.strip() else 0.0
-        for own, answer, vector in zip(references, answers, found, strict=True)
+        max(float(targets[index[text]] @ vector) for text in texts) if answer.strip() else 0.0
+        for texts, answer, vector in zip(references, answers, vectors, strict=True)
     ]
     return [100.0 * max(0.0, cosine) for cosine in nearest]
 
 
-def says_a_line_thrice(answer: str) -> bool:
-    """Whether any line, however short, is in the answer three times."""
+def repeats_a_line(answer: str) -> bool:
+    """Whether the answer contains any line three times; short lines count."""
     return any_thrice(line.strip() for line in answer.splitlines() if line.strip())
 
 
 def repeated_share(answer: str) -> float:
-    """Share of the answer's stretches of four words that were in it before, 0 to 1."""
+    """Share of the answer's sequences of four words that are repetitions, 0 to 1."""
     words = answer.lower().split()
     stretches = [tuple(words[n : n + 4]) for n in range(len(words) - 3)]
     return 1 - len(set(stretches)) / len(stretches) if stretches else 0.0
 
 
 STRETCH = 40
-"""Words of a stretch of a long answer."""
+"""Words of a stretch, the unit of coherence."""
 
 
 def coherence(question: str, answer: str, encode: Encode) -> dict[str, float]:
-    """Cosines, times 100, of embeddings: `neighbours`, the mean of a stretch and the next one; `on_topic`, the question
-    and the last stretch. Nothing for an answer of one stretch. One that repeats itself has high ones, too: see
+    """Cosines of embeddings, times 100; empty for an answer of one stretch. `neighbours` is the mean over each stretch
+    and the next one, `on_topic` compares the question with the last stretch. Repetition also raises these cosines: see
     `repeated_share`."""
     words = answer.split()
     whole = len(words) // STRETCH
@@ -453,7 +454,7 @@ def coherence(question: str, answer: str, encode: Encode) -> dict[str, float]:
 # ── exit with weak members ────────────────────────────────────────────────────────────────────────
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
-"""(demo member, noise) of the three degraded members."""
+"""(demo member, noise) of the three noisy copies."""
 POLICIES: dict[str, Mapping[str, Any]] = {
     "never": {"exit": "never"},
     "entropy-two": {"exit": "entropy", "exit_threshold": 0.5, "min_active": 2},
@@ -471,28 +472,28 @@ def _with_copies(folder: Path) -> list[MemberConfig]:
 
 
 def _answers(config: EnsembleConfig, rows: list[dict[str, Any]], tokens: int) -> tuple[list[EnsembleResult], float]:
-    """The answers to all rows, and how many seconds they took."""
+    """The answers to all rows, and their seconds."""
     with EnsembleEngine(config).load() as engine:
         began = time.monotonic()
-        found = engine.generate_batch([row["prompt"] for row in rows], SamplingParams(max_tokens=tokens))
+        results = engine.generate_batch([row["prompt"] for row in rows], SamplingParams(max_tokens=tokens))
         took = time.monotonic() - began
-    return [result for result in found if isinstance(result, EnsembleResult)], took
+    return [result for result in results if isinstance(result, EnsembleResult)], took
 
 
 @app.command("exit")
 def weak_members(
     data: Annotated[Path, typer.Option(help="file of rows")],
-    prompts: Annotated[int, typer.Option(help="the first so many rows")] = 40,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 64,
+    prompts: Annotated[int, typer.Option(help="number of rows")] = 40,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 64,
     policies: Annotated[list[str], typer.Option(help="exit policies, by name")] = list(POLICIES),  # noqa: B006
     out: Annotated[Path, typer.Option("--json", help="file of the report")] = RESULTS / "exit.json",
 ) -> None:
-    """Exit policies with three noisy copies of the demo's members."""
+    """Compare exit policies, with three noisy copies of the demo's members."""
     if unknown := set(policies) - set(POLICIES):
         raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(POLICIES)}")
     rows = [json.loads(line) for line in data.read_text().splitlines()][:prompts]
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    printed = Table(title=f"exit, 2 demo members and 3 degraded copies, {len(rows)} prompts, {tokens} tokens, greedy")
+    printed = Table(title=f"exit, 2 demo members and 3 noisy copies, {len(rows)} prompts, {tokens} tokens, greedy")
     for column in ("exit", "ROUGE-L", "active members a round", "rounds", "seconds"):
         printed.add_column(column)
     report: dict[str, Any] = {}

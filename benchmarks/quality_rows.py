@@ -1,4 +1,4 @@
-"""What the quality benchmark asks, and where its answers lie."""
+"""The quality benchmark's questions, and the files of its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TASKS = {
     "choice": "arc_challenge",
     "math-more": "gsm8k_more",
 }
-"""Set of rows → file of the data folder, without its ending."""
+"""Set of rows → file in the data folder, without its suffix."""
 BUDGET = {
     "open": 128,
     "rag": 32,
@@ -42,14 +42,14 @@ BUDGET = {
     "choice": 8,
     "math-more": 320,
 }
-"""Most tokens (of the reference member) of an answer."""
-PLEAS = {
+"""Maximum tokens of an answer, in the reference member's encoding."""
+INSTRUCTIONS = {
     "rag": "Answer the question with a few words.",
     "rag-sentence": "Read the passage, then reply to the question with one full sentence.",
     "rag-zh": "请用原文中的几个字回答问题。",
     "squad": "Answer the question with a few words.",
 }
-"""What comes before a passage and its question; no row that taught the demo's members says it so."""
+"""Text before a passage and its question. No training row of the demo's members has this wording."""
 FOLDER = RESULTS / "quality"
 
 KINDS = {
@@ -66,28 +66,28 @@ KINDS = {
 
 
 def read_rows(
-    data: Path, tasks: Iterable[str], half: str, most: int | None = None, tokens: int | None = None
+    data: Path, tasks: Iterable[str], half: str, limit: int | None = None, tokens: int | None = None
 ) -> list[Question]:
-    """The questions of a half, each with its set as its group, its budget and an id of its own: sets may share rows."""
+    """The questions of a half, at most `limit` of each task. Group and id name the set, since sets can share rows."""
     if half not in ("choose", "confirm", "all"):
         raise BadParameter(f"--half must be choose, confirm or all, not {half!r}")
-    found: list[Question] = []
+    questions: list[Question] = []
     for task in tasks:
         if task not in TASKS:
             raise BadParameter(f"there is no task {task!r}: use {', '.join(TASKS)}")
         lines = (data / f"{TASKS[task]}.jsonl").read_text(encoding="utf-8").splitlines()
-        picked = [json.loads(line) for line in (lines if half == "all" else lines[half == "confirm" :: 2])[:most]]
-        found += [question(row, task, tokens or BUDGET[task]) for row in picked]
-    return found
+        picked = [json.loads(line) for line in (lines if half == "all" else lines[half == "confirm" :: 2])[:limit]]
+        questions += [question(row, task, tokens or BUDGET[task]) for row in picked]
+    return questions
 
 
 def question(row: Mapping[str, Any], task: str, budget: int) -> Question:
-    """A row as it is asked; a passage comes with a plea for a short answer."""
-    asked = f"{PLEAS[task]}\n\n{row['context']}\n\n{row['prompt']}" if task in PLEAS else row["prompt"]
+    """The question of a row; a passage has an instruction before it."""
+    prompt = f"{INSTRUCTIONS[task]}\n\n{row['context']}\n\n{row['prompt']}" if task in INSTRUCTIONS else row["prompt"]
     choices = row.get("choices", ())
     checks = zip(row.get("instruction_id_list", ()), row.get("kwargs", ()), strict=True)
     return Question(
-        text=asked,
+        text=prompt,
         id=f"{task}/{row['id']}",
         references=[choices[row["answer"]]] if choices else row.get("references", ()),
         choices=choices,
@@ -99,7 +99,7 @@ def question(row: Mapping[str, Any], task: str, budget: int) -> Question:
 
 
 def stored_as(name: str, tokens: int | None) -> str:
-    """Answers of another length are another variant."""
+    """The name of a variant's file: each limit of tokens has a separate one."""
     return name if tokens is None else f"{name}@{tokens}"
 
 

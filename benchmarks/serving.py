@@ -1,4 +1,4 @@
-"""Many answers at once on the demo members: throughput, waits beside other work, deadlines, hours of requests.
+"""Concurrent answers of the demo members: throughput, latency under load, deadlines, hours of requests.
 
     python benchmarks/serving.py throughput [--concurrent 8] [--waves 8] [--tokens 64] [--repeats 1] [--json FILE]
     python benchmarks/serving.py users [--words N] [--member PATH]…
@@ -6,31 +6,32 @@
     python benchmarks/serving.py deadline --member MODEL --member FILE.gguf --member MODEL@http://HOST:PORT/v1 …
     python benchmarks/serving.py soak [--minutes 60] [--users 8] [--cache-mib 2048] [--member MODEL]… [--json FILE]
 
-`throughput`: ratios of things timed in the same run.
+`throughput`: ratios of times in the same run.
 
-1. throughput  tokens a second with 8 requests of mixed length in flight ÷ the same requests one after another; as
-               many waves of them are asked at once, so that the next one joins when one ends
-2. burst       the same for one wave: its last answers run alone
-3. first       last of a wave's first segments ÷ a lone request's
+1. throughput  tokens a second with 8 requests of mixed length in flight ÷ the same requests one after another; all
+               waves are submitted at once, so a request starts when another one ends
+2. burst       the same for one wave, whose last answers run alone
+3. first       the latest first segment of a wave ÷ a single request's
 4. prefix      first segment of a second turn after a 1,000-token first turn, with ÷ without prefix reuse
 
-The engine's own number format, greedy, the default segments, no exit, so that every member works in every round.
+The members have the engine's default dtype, decode greedily with the default segments, and never exit, so every member
+works in every round.
 
-`users`: a short answer during a long prompt, a prompt that many ask at once, and one that was stopped. The demo's pair,
-or the given members. Each prompt is new, so nothing is cached from the one before. Printed: seconds, and ratios to the
-same work alone, in one run.
+`users`: a short answer during a long prompt, one prompt of many concurrent requests, and a prompt whose answer was
+stopped. Members are the demo's pair, or the given ones. Each prompt is new, so the prefix cache has no match. It prints
+seconds, and ratios to the same work alone in the same run.
 
-`deadline`: how long an ensemble waits for its slowest member, with and without a round's deadline. The demo pair:
-SmolLM2 here, Gemma in another process, whose stages are steady, begin three seconds late, or, at every tenth, ten
-seconds. Or the named members, as slow as they are: a GGUF file runs on llama.cpp, a model with an address on that
-server. Printed for each, with the defaults and `preset("fast")`, without and with `round_seconds`: median seconds to
-the first words, tokens a second over all answers, and in which share of the rounds a member was late. The questions are
-the questions of `specfuse-llm compare`.
+`deadline`: how long an ensemble waits for its slowest member, with and without a round's deadline. By default SmolLM2
+runs in this process, and Gemma in another process with three delays: none, three seconds at each stage, or ten seconds
+at every tenth stage. Members that you name have no added delay: a GGUF file runs on llama.cpp, a model with an address
+on that server. It prints, with the defaults and `preset("fast")`, without and with `round_seconds`: median seconds to
+the first words, tokens a second over all answers, and the share of rounds with a late member. The questions are those
+of `specfuse-llm compare`.
 
-`soak`: requests of all kinds for as long as you like: does memory stay, do answers take as long as at first? `--users`
-ask without a pause, each a kind of request after the other (`KINDS`). Prints for each tenth of the time: the memory of
-the process, bytes of caches and of remembered prompts, requests, and p50 and p99 of their seconds. Members are the
-demo's, or the models named.
+`soak`: requests of all kinds for the given time, to see whether memory or latency grows. Each of the `--users` sends
+all kinds of requests (`KINDS`) in a loop, without a pause. For each tenth of the time it prints the memory of the
+process, bytes of the caches and of the prefix cache, the number of requests, and the p50 and p99 of their seconds.
+Members are the demo's, or the named models.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ def engine_with(**settings: object) -> EnsembleEngine:
 
 
 def conversations(count: int) -> list[list[Message]]:
-    """Bare questions, and questions after a system message with 15, 30 and 45 words of a document."""
-    found = []
+    """Questions without a system message, or with one that has 15, 30 or 45 words of a document."""
+    chats = []
     for n in range(count):
         words = DOCUMENTS[n % len(DOCUMENTS)].read_text("utf-8").split()[: (n + n // len(QUESTIONS)) % 4 * 15]
         system = [Message("system", f"You answer visitors' questions in detail. {' '.join(words)}")] if words else []
-        found.append([*system, Message("user", QUESTIONS[n % len(QUESTIONS)])])
-    return found
+        chats.append([*system, Message("user", QUESTIONS[n % len(QUESTIONS)])])
+    return chats
 
 
 def first_segment(engine: EnsembleEngine, messages: list[Message], params: SamplingParams) -> float:
@@ -126,12 +127,12 @@ def first_segment(engine: EnsembleEngine, messages: list[Message], params: Sampl
 def waves_of(concurrent: int, waves: int, tokens: int, repeats: int) -> list[Figure]:
     steady, bursts, waits = [], [], []
     with engine_with(max_concurrent=concurrent) as shared:
-        asked, params = conversations(concurrent * waves), SamplingParams(max_tokens=tokens)
-        shared.generate(asked[0], SamplingParams(max_tokens=20))
+        requests, params = conversations(concurrent * waves), SamplingParams(max_tokens=tokens)
+        shared.generate(requests[0], SamplingParams(max_tokens=20))
         for _ in range(repeats):
-            alone = [shared.generate(messages, params) for messages in asked]
-            burst, burst_seconds = together(shared, asked[:concurrent], params)
-            flow, flow_seconds = together(shared, asked, params)
+            alone = [shared.generate(messages, params) for messages in requests]
+            burst, burst_seconds = together(shared, requests[:concurrent], params)
+            flow, flow_seconds = together(shared, requests, params)
             slow = _speed(alone, sum(r.total_seconds for r in alone))
             slow_burst = _speed(alone[:concurrent], sum(r.total_seconds for r in alone[:concurrent]))
             steady.append(_speed(flow, flow_seconds) / slow)
@@ -139,7 +140,7 @@ def waves_of(concurrent: int, waves: int, tokens: int, repeats: int) -> list[Fig
             last = max(r.first_segment_seconds or 0.0 for r in burst)
             lone = statistics.median(r.first_segment_seconds or 0.0 for r in alone)
             waits.append(last / lone)
-            notes = f"{_speed(flow, flow_seconds):.1f} ÷ {slow:.1f} tokens/s, {len(asked)} requests"
+            notes = f"{_speed(flow, flow_seconds):.1f} ÷ {slow:.1f} tokens/s, {len(requests)} requests"
             burst_notes = f"{_speed(burst, burst_seconds):.1f} ÷ {slow_burst:.1f} tokens/s"
             wait_notes = f"{last:.2f} s ÷ {lone:.2f} s"
     return [
@@ -150,11 +151,11 @@ def waves_of(concurrent: int, waves: int, tokens: int, repeats: int) -> list[Fig
 
 
 def together(
-    engine: EnsembleEngine, asked: list[list[Message]], params: SamplingParams
+    engine: EnsembleEngine, requests: list[list[Message]], params: SamplingParams
 ) -> tuple[list[EnsembleResult], float]:
-    """Answers of requests that are asked at once, and the seconds until the last one."""
+    """The answers to concurrent requests, and the seconds until the last one."""
     start = time.perf_counter()
-    results = engine.generate_batch(asked, params)
+    results = engine.generate_batch(requests, params)
     seconds = time.perf_counter() - start
     return [result for result in results if isinstance(result, EnsembleResult)], seconds
 
@@ -184,12 +185,12 @@ def prefix(repeats: int) -> Figure:
 @app.command()
 def throughput(
     concurrent: Annotated[int, typer.Option(help="requests in flight")] = 8,
-    waves: Annotated[int, typer.Option(help="of so many requests")] = 8,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 64,
-    repeats: Annotated[int, typer.Option(help="of each measurement, of which the median counts")] = 1,
+    waves: Annotated[int, typer.Option(help="number of waves of requests")] = 8,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 64,
+    repeats: Annotated[int, typer.Option(help="runs of each measurement; the median counts")] = 1,
     out: Annotated[Path, typer.Option("--json", help="file of the figures")] = RESULTS / "serving.json",
 ) -> None:
-    """Answers in flight ÷ answers one after another."""
+    """Throughput of concurrent answers ÷ of answers one after another."""
     figures = [*waves_of(concurrent, waves, tokens, repeats), prefix(repeats)]
     report("serving, demo members", figures, out)
 
@@ -203,22 +204,22 @@ _numbers = itertools.count()
 
 @app.command()
 def users(
-    words: Annotated[int, typer.Option(help="of a long prompt")] = 3000,
-    member: Annotated[list[str], typer.Option(help="a member; several for several")] = [],  # noqa: B006
+    words: Annotated[int, typer.Option(help="words of a long prompt")] = 3000,
+    member: Annotated[list[str], typer.Option(help="a member; repeat the option for several")] = [],  # noqa: B006
 ) -> None:
-    """Short answers beside long prompts, shared prompts, and stopped ones."""
+    """Short answers during long prompts, shared prompts, and prompts of stopped answers."""
     members = [MemberConfig(name) for name in member] or demo_members()
     table = Table("work", "alone", "concurrent or again", "ratio")
     with EnsembleEngine(EnsembleConfig(members, max_concurrent=16)) as engine, ThreadPoolExecutor(16) as pool:
         engine.generate("Hello", _SHORT)
         for rows in (_concurrent(engine, pool, words), _alike(engine, pool, words // 3), _stopped(engine, words // 3)):
-            for name, alone, other in rows:
-                table.add_row(name, f"{alone:.2f} s", f"{other:.2f} s", f"{other / alone:.2f}")
+            for name, alone, shared in rows:
+                table.add_row(name, f"{alone:.2f} s", f"{shared:.2f} s", f"{shared / alone:.2f}")
     Console(width=110).print(table)
 
 
 def _concurrent(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequence[tuple[str, float, float]]:
-    """Short answers, one after another, while a long prompt is read and answered."""
+    """Short answers one after another, during the prefill and answer of a long prompt."""
     alone = statistics.median(_short_seconds(engine, _question()) for _ in range(3))
     long_alone = _short_seconds(engine, _prompt(words))
     long = pool.submit(_short_seconds, engine, _prompt(words))
@@ -234,7 +235,7 @@ def _concurrent(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) ->
 
 
 def _alike(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequence[tuple[str, float, float]]:
-    """To the first segment: one, four answers of one prompt, eight users with one system prompt; each slowest one."""
+    """Seconds to the slowest first segment: one request, four with one prompt, eight with one system prompt."""
     one, four, system = (_prompt(words) for _ in range(3))
     alone = _first_segment(engine, one)
     of_four = max(pool.map(lambda _: _first_segment(engine, four), range(4)))
@@ -246,7 +247,7 @@ def _alike(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequ
 
 
 def _stopped(engine: EnsembleEngine, words: int) -> Sequence[tuple[str, float, float]]:
-    """To the first segment of a prompt again: after its answer was finished, and after it was stopped."""
+    """Seconds to the first segment of a repeated prompt, after a finished and after a stopped answer."""
     finished, stopped = _prompt(words), _prompt(words)
     engine.generate(finished, _SHORT)
     again = statistics.median(_first_segment(engine, f"{finished} {n}") for n in range(3))
@@ -254,7 +255,7 @@ def _stopped(engine: EnsembleEngine, words: int) -> Sequence[tuple[str, float, f
     while engine.metrics().running:
         time.sleep(0.01)
     after_stop = statistics.median(_first_segment(engine, f"{stopped} {n}") for n in range(3))
-    return [("first segment again, after an end; after a stop", again, after_stop)]
+    return [("first segment again, after an end and after a stop", again, after_stop)]
 
 
 def _short_seconds(engine: EnsembleEngine, prompt: str) -> float:
@@ -264,7 +265,7 @@ def _short_seconds(engine: EnsembleEngine, prompt: str) -> float:
 
 
 def _first_segment(engine: EnsembleEngine, prompt: str, stop: bool = False) -> float:
-    """Seconds; `stop`: the answer would be long and is stopped then."""
+    """Seconds to the first segment; with `stop`, a long answer is stopped after it."""
     params = SamplingParams(max_tokens=500, ignore_eos=True) if stop else _SHORT
     began, stream = time.perf_counter(), engine.stream(prompt, params)
     next(event for event in stream if isinstance(event, SegmentEvent))
@@ -291,7 +292,7 @@ def _prompt(words: int) -> str:
 
 @dataclass(frozen=True)
 class Slowness:
-    """Every `nth` stage begins `seconds` late."""
+    """A delay of `seconds` before every `nth` stage."""
 
     title: str
     seconds: float = 0.0
@@ -302,13 +303,13 @@ class Slowness:
         return 0.0 if isinstance(request.op, Close) or next(self.numbers) % self.nth else self.seconds
 
 
-WAYS = (Slowness("steady"), Slowness("3 s late", 3.0), Slowness("every tenth 10 s late", 10.0, 10))
+DELAYS = (Slowness("no delay"), Slowness("3 s late", 3.0), Slowness("every tenth 10 s late", 10.0, 10))
 
 
 class Mixed(EnsembleEngine):
-    """The first member here, the second one in another process, with the `slowness`."""
+    """The first member runs in this process, the second one in another process with the delay `slowness`."""
 
-    slowness = WAYS[0]
+    slowness = DELAYS[0]
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         here, there = self.config.member_configs
@@ -325,22 +326,22 @@ class Mixed(EnsembleEngine):
 def deadline(
     member: Annotated[list[str] | None, typer.Option(help="a model, a GGUF file, or MODEL@http://…/v1")] = None,
     rows: Annotated[int, typer.Option(help="questions")] = 6,
-    tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 40,
-    seconds: Annotated[float, typer.Option(help="the deadline")] = 1.0,
+    tokens: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 40,
+    seconds: Annotated[float, typer.Option(help="the deadline, in seconds")] = 1.0,
 ) -> None:
-    """Waits for a slow member, with and without `round_seconds`."""
+    """Latency with a slow member, with and without `round_seconds`."""
     console = Console(width=110)
     lines = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8").splitlines()
     questions = [json.loads(line)["question"] for line in lines[:: max(1, len(lines) // rows)]][:rows]
     params = SamplingParams(max_tokens=tokens)
     members = [member_of(model, _here(model)) for model in member] if member else demo_members()
     table = Table(title=f"{rows} answers of up to {tokens} tokens, one at a time", title_justify="left")
-    for head in ("members", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "left"):
+    for head in ("members", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "exits"):
         table.add_column(head)
     with (EnsembleEngine if member else Mixed)(EnsembleConfig(members)) as engine:
         engine.generate(questions[-1], params)
-        ways = (Slowness("as they are"),) if member else WAYS
-        for slowness, preset, limit in itertools.product(ways, ("default", "fast"), (None, seconds)):
+        delays = (Slowness("as they are"),) if member else DELAYS
+        for slowness, preset, limit in itertools.product(delays, ("default", "fast"), (None, seconds)):
             if isinstance(engine, Mixed):
                 engine.slowness = slowness
             engine.config = EnsembleConfig.preset(preset, members, round_seconds=limit)  # the same members
@@ -351,7 +352,7 @@ def deadline(
 
 
 def _here(model: str) -> Mapping[str, str]:
-    """Settings of a member that no server runs: on llama.cpp, or in float32."""
+    """Settings of a member that runs on this machine: on llama.cpp, or in float32."""
     return {"backend": "llama.cpp"} if model.endswith(".gguf") else {"dtype": "float32"}
 
 
@@ -360,12 +361,12 @@ def _reported(results: Sequence[EnsembleResult]) -> Mapping[str, str]:
     speed = sum(r.usage.completion_tokens for r in results) / sum(r.total_seconds for r in results)
     rounds = [record for result in results for record in result.rounds]
     late = sum(bool(record.absent) for record in rounds)
-    left = sum(leaving.reason == "late" for record in rounds for leaving in record.exits)
+    exits = sum(leaving.reason == "late" for record in rounds for leaving in record.exits)
     return {
         "first words": f"{first:.2f} s",
         "tokens a second": f"{speed:.1f}",
         "late rounds": f"{late / len(rounds):.0%}",
-        "left": f"{left} of {len(results)}",
+        "exits": f"{exits} of {len(results)}",
     }
 
 
@@ -381,7 +382,7 @@ _ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
 
 @dataclass
 class User:
-    """The client: an engine, chance, and words for long prompts."""
+    """A client of the engine, with a random generator; long prompts have `long_words` words."""
 
     engine: EnsembleEngine
     chance: random.Random
@@ -441,8 +442,8 @@ KINDS: tuple[Callable[[User], None], ...] = (
 
 @dataclass
 class Tenth:
-    """A tenth of the time: MiB of the process at its end, most bytes of caches at a time, seconds of its requests, and
-    those that processors worked."""
+    """A tenth of the time: MiB of the process at its end, maximum bytes of the caches, seconds of its requests, and
+    processor seconds."""
 
     minute: float
     process_mib: float = 0.0
@@ -450,7 +451,7 @@ class Tenth:
     cache_bytes: int = 0
     prefix_bytes: int = 0
     caches_bytes: int = 0
-    """The most of both together."""
+    """The maximum of their sum."""
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -476,7 +477,7 @@ def soak(
     long_words: int = 1500,
     on_tenth: Callable[[Tenth], None] = lambda tenth: None,
 ) -> Report:
-    """Ask until the end. Each user goes through all kinds, starting with another one, so that tenths are alike."""
+    """Send requests until the end. Each user loops over all kinds from a different start, so tenths are alike."""
     report, over = Report(), threading.Event()
     lock = threading.Lock()
     tenth = Tenth(0.0)
@@ -513,55 +514,55 @@ def soak(
 
 
 def _tenths(minutes: float) -> Iterator[float]:
-    """When each tenth of the time ends."""
+    """The end of each tenth of the time."""
     began = time.monotonic()
     return (began + 60 * minutes * number / TENTHS for number in range(1, TENTHS + 1))
 
 
 def _watch(engine: EnsembleEngine, tenth: Tenth, ended: float) -> None:
-    """Look at caches until the tenth has ended, then at the process."""
+    """Record the maximum of the caches until the tenth ends, then the memory of the process."""
     before = time.process_time()
-    while (left := ended - time.monotonic()) > 0:
+    while (remaining := ended - time.monotonic()) > 0:
         now = engine.metrics()
         tenth.cache_bytes = max(tenth.cache_bytes, now.cache_bytes)
         tenth.prefix_bytes = max(tenth.prefix_bytes, now.prefix_bytes)
         tenth.caches_bytes = max(tenth.caches_bytes, now.cache_bytes + now.prefix_bytes)
-        time.sleep(min(0.25, left))
+        time.sleep(min(0.25, remaining))
     tenth.cpu_seconds = time.process_time() - before
     tenth.process_mib = psutil.Process().memory_info().rss / 2**20
 
 
 @app.command("soak")
 def soak_members(
-    minutes: Annotated[float, typer.Option(help="of requests")] = 60,
-    users: Annotated[int, typer.Option(help="who ask without a pause")] = 8,
-    cache_mib: Annotated[int, typer.Option(help="for caches")] = 2048,
-    long_words: Annotated[int, typer.Option(help="of a long prompt")] = 1500,
+    minutes: Annotated[float, typer.Option(help="duration in minutes")] = 60,
+    users: Annotated[int, typer.Option(help="concurrent users")] = 8,
+    cache_mib: Annotated[int, typer.Option(help="MiB for caches")] = 2048,
+    long_words: Annotated[int, typer.Option(help="words of a long prompt")] = 1500,
     member: Annotated[list[str], typer.Option(help="a hub id, folder or GGUF file")] = [],  # noqa: B006
     out: Annotated[Path, typer.Option("--json", help="file of the report")] = RESULTS / "soak.json",
 ) -> None:
-    """Requests of all kinds for as long as you like."""
+    """Requests of all kinds for the given time."""
     console = Console(width=120)
     members = member or demo_members()
     with EnsembleEngine(EnsembleConfig(members, cache_bytes=cache_mib << 20)).load() as engine:
         loaded = psutil.Process().memory_info().rss / 2**20
-        console.print(f"loaded: {loaded:.0f} MiB; caches may take {cache_mib}, of which an eighth for prompts")
-        found = soak(engine, minutes, users, long_words, lambda tenth: _show(console, tenth))
+        console.print(f"loaded: {loaded:.0f} MiB; caches may use {cache_mib} MiB, an eighth of it for prefixes")
+        result = soak(engine, minutes, users, long_words, lambda tenth: _show(console, tenth))
         gc.collect()
-        left = engine.metrics()
+        after = engine.metrics()
         table = Table("kind", "requests", title=f"soak, {minutes:g} minutes, {users} users")
-        for name, count in found.kinds.items():
+        for name, count in result.kinds.items():
             table.add_row(name, str(count))
         console.print(table)
-    console.print(f"ended: {left.requests}; caches left: {left.cache_bytes} bytes; errors: {found.errors or 'none'}")
+    console.print(f"ended: {after.requests}; in caches: {after.cache_bytes} bytes; errors: {result.errors or 'none'}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"loaded_mib": loaded, **asdict(found)}, indent=1) + "\n")
+    out.write_text(json.dumps({"loaded_mib": loaded, **asdict(result)}, indent=1) + "\n")
 
 
 def _show(console: Console, tenth: Tenth) -> None:
     console.print(
         f"from minute {tenth.minute:4.1f}: {tenth.process_mib:6.0f} MiB; caches {tenth.cache_bytes / 2**20:5.0f} MiB, "
-        f"prompts {tenth.prefix_bytes / 2**20:5.0f} MiB; {len(tenth.seconds)} requests, p50 {tenth.p50:.2f} s, "
+        f"prefixes {tenth.prefix_bytes / 2**20:5.0f} MiB; {len(tenth.seconds)} requests, p50 {tenth.p50:.2f} s, "
         f"p99 {tenth.p99:.2f} s"
     )
 

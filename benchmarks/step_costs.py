@@ -1,8 +1,8 @@
-"""The costs of a step on a GPU, counted without one: kernels, bytes, calls of the attention, at shapes of real models.
+"""Count the kernels, bytes and attention calls of a step on a GPU, without a GPU, for the shapes of real models.
 
-Tensors have a device and a shape but no numbers. Every operation that computes counts as a kernel, and reads and writes
-its tensors once. The attention over pages counts as two kernels, which read the slots in use. Run by itself: a device
-once registered stays for the life of the process.
+Tensors have a device and a shape but no data. Every operation that computes counts as a kernel that reads and writes
+its tensors once. The attention over pages counts as two kernels that read the slots in use. The script needs a separate
+process, since the device that it registers cannot be removed.
 
     python benchmarks/step_costs.py [MODEL …]      one line of JSON for each model and kind of step
 """
@@ -65,12 +65,12 @@ _FREE = (
     *("alias", "t.", "empty", "as_strided", "unbind", "unflatten", "flatten", "chunk", "numpy_T", "sym_", "narrow"),
     *("_unsafe_view", "lift_fresh", "new_empty", "is_", "size", "resolve", "result_type"),
 )
-"""Operations that only look at memory in another way."""
+"""Operations that create a view or allocate memory, without a kernel."""
 
 
 @dataclass
 class Counts:
-    """Of one step: `attention` counts calls by their mask."""
+    """The costs of one step; `attention` has the number of calls by kind of mask."""
 
     kernels: int = 0
     bytes: int = 0
@@ -89,30 +89,31 @@ class CostCounter(TorchDispatchMode):
         if func.namespace != "aten":
             return func(*args, **(kwargs or {}))
         with self:
-            found = func.decompose(*args, **(kwargs or {}))
-        if found is not NotImplemented:
-            return found
-        found = func(*args, **(kwargs or {}))
+            output = func.decompose(*args, **(kwargs or {}))
+        if output is not NotImplemented:
+            return output
+        output = func(*args, **(kwargs or {}))
         if not self.muted and not any(str(func).startswith(f"aten.{name}") for name in _FREE):
-            self._count(func, args, kwargs, found)
-        return found
+            self._count(func, args, kwargs, output)
+        return output
 
     def _attended(self, output: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Two kernels, for parts of the slots and to join them, which read the slots in use once."""
+        """Count two kernels, one for parts of the slots and one to join them, which read the slots in use once."""
         counts = self.counts
         counts.attention["paged"] = counts.attention.get("paged", 0) + 1
         counts.kernels += 2
         counts.bytes += query.nbytes + output.nbytes + CONTEXT * (keys[0].nbytes + values[0].nbytes)
         return output
 
-    def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
-        there = {(t.untyped_storage()._cdata, t.storage_offset()): t for t in tensors if t.device.type != "cpu"}
-        if not there:
+    def _count(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+        on_device = {(t.untyped_storage()._cdata, t.storage_offset()): t for t in tensors if t.device.type != "cpu"}
+        if not on_device:
             return
-        size = sum(_seen_bytes(t) for t in there.values())
-        if "embedding" in str(func) or "index" in str(func):  # rows that are looked up, not the whole
-            size = 2 * min(_seen_bytes(t) for t in there.values() if t.is_floating_point()) if _floats(there) else size
+        size = sum(_read_bytes(t) for t in on_device.values())
+        if "embedding" in str(func) or "index" in str(func):  # only the rows that are looked up
+            floats = [t for t in on_device.values() if t.is_floating_point()]
+            size = 2 * min(map(_read_bytes, floats)) if floats else size
         self.counts.kernels += 1
         self.counts.bytes += size
         if any(name in str(func) for name in ("mm", "linear")):
@@ -120,7 +121,7 @@ class CostCounter(TorchDispatchMode):
 
 
 class OneKernel(TorchFunctionMode):
-    """The library's norm, for which it has a kernel on CUDA, as one kernel."""
+    """Counts torch's norm as one kernel, as on CUDA."""
 
     def __init__(self, costs: CostCounter) -> None:
         super().__init__()
@@ -130,23 +131,19 @@ class OneKernel(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.rms_norm:
             self.costs.counts.kernels += 1
-            self.costs.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
+            self.costs.counts.bytes += 2 * _read_bytes(args[0]) + _read_bytes(kwargs["weight"])
             return torch.empty_like(args[0])
         return func(*args, **kwargs)
 
 
-def _floats(there: dict[Any, torch.Tensor]) -> bool:
-    return any(t.is_floating_point() for t in there.values())
-
-
-def _seen_bytes(tensor: torch.Tensor) -> int:
+def _read_bytes(tensor: torch.Tensor) -> int:
     """The bytes that a kernel reads of a tensor: expanded dimensions count once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.element_size()
 
 
 class Noiseless(Sampler):
-    """Tensors without numbers cannot be filled by a generator."""
+    """A sampler with constant noise: a generator cannot fill tensors without data."""
 
     def noise(self, ahead: int, size: int) -> torch.Tensor:
         return torch.ones(size, device=self.device)
@@ -164,8 +161,8 @@ def shape_of(name: str) -> Shape:
     return next(shape for shape in SHAPES if shape.name == name)
 
 
-def wanted() -> list[str]:
-    """The models that the command line names."""
+def chosen_models() -> list[str]:
+    """The models on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [shape.name for shape in SHAPES]
     parser.add_argument("models", metavar="MODEL", nargs="*", default=NAMES, help=", ".join(names))
@@ -176,20 +173,20 @@ def wanted() -> list[str]:
 
 
 def model_on(device: torch.device, config: Any) -> Any:
-    """A model without numbers, as members have it."""
+    """A model without data, prepared like a member's model."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for key, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
                 if tensor is not None:
-                    there = torch.empty_like(tensor, device=device)
-                    held[key] = torch.nn.Parameter(there, False) if held is module._parameters else there
+                    empty = torch.empty_like(tensor, device=device)
+                    tensors[key] = torch.nn.Parameter(empty, False) if tensors is module._parameters else empty
     return prepared(model, MemberConfig(config.model_type))
 
 
 @torch.inference_mode()
-def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
-    """A token of a draft, a verification of five candidates, and the second piece of a long prompt."""
+def costs_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
+    """Costs of a drafted token, of a verification of five candidates, and of the second piece of a long prompt."""
     model = model_on(device, shape_of(name).config(False))
     merge_products(model)
     text = model.config
@@ -203,10 +200,10 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
 
     def drafted(count: int) -> Counts:
         draft = DraftRequest(Branch(0, ()), count, Noiseless(SamplingParams(), 0, name, device))
-        with counted() as found:
+        with counted() as counts:
             feed_together([ForwardRequest(sequence, draft=draft)])
         sequence._row.used = CONTEXT  # type: ignore[union-attr]
-        return found
+        return counts
 
     few, many = drafted(3), drafted(4)
     yield (
@@ -219,21 +216,21 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
         ),
     )
     branches = [Branch(0, tuple(range(100 * n, 100 * n + SEGMENT))) for n in range(1, CANDIDATES + 1)]
-    asked = LogprobRequest([(branch, ()) for branch in branches])
-    with counted() as found:
-        feed_together([ForwardRequest(sequence, tuple(branches), logprobs=asked)])
-    yield "verify", found
+    request = LogprobRequest([(branch, ()) for branch in branches])
+    with counted() as counts:
+        feed_together([ForwardRequest(sequence, tuple(branches), logprobs=request)])
+    yield "verify", counts
     sequence.release()
     long = TreeSequence(runner)
     long.begin([5] * 3000)
     feed_together([ForwardRequest(long, prompt=1024)])
-    with counted() as found:
+    with counted() as counts:
         feed_together([ForwardRequest(long, prompt=1024)])
-    yield "prompt", found
+    yield "prompt", counts
 
 
 def weights(name: str) -> int:
-    """Bytes that a decoded token reads: all but the rows of the embedding that it does not look up."""
+    """Bytes of weights that a decoded token reads: all except the embedding, of which it reads one row."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -241,15 +238,15 @@ def weights(name: str) -> int:
 
 
 if __name__ == "__main__":
-    models = wanted()
+    models = chosen_models()
     for chosen in models:
         sys.stdout.write(json.dumps({"model": chosen, "step": "weights", "bytes": weights(chosen)}) + "\n")
-        fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
+        fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # finding the formula needs data
     _setup_privateuseone_for_python_backend("absent")
     vars(paged_attention)["uses_kernel"] = lambda device: True  # as on CUDA
-    vars(merged_products)["_is_plain"] = lambda layer: True  # weights without numbers have another class
+    vars(merged_products)["_is_plain"] = lambda layer: True  # weights without data have another class
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1
     with FakeTensorMode(allow_non_fake_inputs=True):
         for chosen in models:
-            for step, counts in census_of(chosen, torch.device("absent")):
+            for step, counts in costs_of(chosen, torch.device("absent")):
                 sys.stdout.write(json.dumps({"model": chosen, "step": step, **vars(counts)}) + "\n")

@@ -1,5 +1,5 @@
-"""Named settings to compare: the members alone, the papers' presets and ablations, what goes beyond them, and rules
-of an election that were tried beside the default's."""
+"""Named settings to compare: each member alone, the papers' presets and ablations, settings of this project, and
+other election rules than the default."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading.gguf import cache_folder
 from specfuse_shared.policies import CandidateLogprobs, Matrix, Stretch, weighted_mean
 
-# ── rules of an election ──────────────────────────────────────────────────────────────────────────
+# ── election rules ────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Votes for what verifier `lead` drafted count `times` as much: others win only where they are surer by that."""
+    """Votes for the draft of verifier `lead` are multiplied by `times`; another draft wins only with more votes."""
 
     lead: int
     times: float
@@ -36,7 +36,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Lottery:
-    """The control: one verifier, drawn by weight, has what it drafted. The same votes always draw the same one."""
+    """The control: the draft of a verifier drawn by weight wins. Equal votes always draw the same verifier."""
 
     seed: int = 0
 
@@ -48,7 +48,7 @@ class Lottery:
 
 @dataclass(frozen=True, slots=True)
 class StretchWithoutEnd:
-    """Equal stretches in which the end of the turn is no event: what ends is compared by its text alone."""
+    """Equal stretches without the end of the turn: a candidate that ends is compared by its text alone."""
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         return Stretch()([_endless(candidate) for candidate in candidates])
@@ -61,7 +61,7 @@ def _endless(candidate: CandidateLogprobs) -> CandidateLogprobs:
 
 
 def mean_probability(candidate: CandidateLogprobs) -> float:
-    """Of a token of it; 0 for one without log-probabilities."""
+    """The mean probability of the candidate's tokens; 0 without log-probabilities."""
     return math.fsum(map(math.exp, candidate.logprobs)) / max(1, len(candidate.logprobs))
 
 
@@ -79,18 +79,18 @@ def pair() -> Sequence[MemberConfig]:
 
 
 def published_pair() -> Sequence[MemberConfig]:
-    """SmolLM2 as it was published, and Gemma (a base model) with the adapter that taught it to answer."""
+    """SmolLM2 as published, and Gemma (a base model) with the demo's adapter."""
     return PUBLISHED, GEMMA
 
 
-def _weighing(smol: float = 1.0, gemma: float = 1.0) -> Sequence[MemberConfig]:
-    """The pair, in which one member's vote counts more."""
+def _weighted(smol: float = 1.0, gemma: float = 1.0) -> Sequence[MemberConfig]:
+    """The pair, with weights."""
     return replace(SMOL, weight=smol), replace(GEMMA, weight=gemma)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`settings` over a preset, for the `members`; `alone`: the variants of those whose answers are its measure."""
+    """A preset with changed `settings`, for the `members`; `alone`: the variants with one of these members each."""
 
     about: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -100,18 +100,18 @@ class Variant:
 
     @property
     def bars(self) -> tuple[str, ...]:
-        """Members alone, whose best it is compared with: the demo's also as published."""
+        """The single members whose best it is compared with; SmolLM2 also as published."""
         return BARS if set(self.alone) <= set(BARS) else self.alone
 
 
 BARS = (PUBLISHED.label, SMOL.label, GEMMA.label)
-"""The demo's members alone: each column of a table is compared with the best of them there."""
+"""The demo's members alone: the best of them in a column is the column's baseline."""
 VARIANTS: dict[str, Variant] = {
-    SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
-    GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
-    PUBLISHED.label: Variant("a member alone, as published: without its adapter", members=lambda: [PUBLISHED]),
+    SMOL.label: Variant("one member", members=lambda: [SMOL]),
+    GEMMA.label: Variant("one member", members=lambda: [GEMMA]),
+    PUBLISHED.label: Variant("one member as published, without its adapter", members=lambda: [PUBLISHED]),
     "default": Variant("the measured default"),
-    "fast": Variant("first words sooner, and members leave", preset="fast"),
+    "fast": Variant("earlier first words, and members can exit", preset="fast"),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }
@@ -145,9 +145,9 @@ _add(
     default_sqrt_decay={"feedback": "sqrt_decay"},
 )
 
-# whose candidate counts more, and the control without a vote
+# a lead, and the control without a vote
 _add(
-    "another rule of the election",
+    "another election rule",
     default_geometric={"aggregate": "geometric_mean"},
     default_lottery={"aggregate": Lottery(), "early_margin": 0},
     **{f"default_smol_leads_{times:g}": {"aggregate": Override(0, times)} for times in (1.5, 2, 4)},
@@ -155,7 +155,7 @@ _add(
 )
 
 
-# candidates compared over equal stretches; what is not said is as in the default
+# candidates compared over equal stretches; all other settings are the default's
 STRETCH = {"score": "stretch"}
 _add(
     "equal stretches",
@@ -180,7 +180,7 @@ _add(
 )
 for _weight in (1.5, 2.0):
     VARIANTS[f"default-smol-{_weight:g}"] = Variant(
-        "SmolLM2's vote counts more", members=partial(_weighing, smol=_weight)
+        "a larger weight of SmolLM2", members=partial(_weighted, smol=_weight)
     )
 for _name in ("default", "specfuse", *(name for name in VARIANTS if name.split("-")[0] == "stretch")):
     VARIANTS[f"{_name}-published"] = replace(
@@ -192,8 +192,8 @@ for _name in ("default", "specfuse", *(name for name in VARIANTS if name.split("
 
 
 WEAK: dict[str, tuple[str, Members]] = {
-    "babbler": ("with a member that babbles", lambda: [noisy(SMOL, 0.6, WEAKENED)]),
-    "repeater": ("with a member that repeats", lambda: [shallow(SMOL, 4, WEAKENED)]),
+    "babbler": ("with a member that produces noise", lambda: [noisy(SMOL, 0.6, WEAKENED)]),
+    "repeater": ("with a member that repeats itself", lambda: [shallow(SMOL, 4, WEAKENED)]),
     "cross-scale": (
         "with two much smaller members",
         lambda: [shallow(SMOL, 20, WEAKENED), noisy(GEMMA, 0.3, WEAKENED)],
@@ -201,31 +201,29 @@ WEAK: dict[str, tuple[str, Members]] = {
 }
 
 
-def _beside(weak: Members) -> Sequence[MemberConfig]:
+def _pair_and(weak: Members) -> Sequence[MemberConfig]:
     return [*pair(), *weak()]
 
 
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
-        VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _weak))
+        VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_pair_and, _weak))
 for _name, (_about, _weak) in WEAK.items():
-    VARIANTS[f"stretch-{_name}"] = Variant(_about, STRETCH, members=partial(_beside, _weak))
+    VARIANTS[f"stretch-{_name}"] = Variant(_about, STRETCH, members=partial(_pair_and, _weak))
 
 
 def with_further(files: Sequence[str]) -> None:
-    """Name variants with further members: each alone, and every ensemble of them and the demo's two: `a+b+c`."""
+    """Add variants with further members: each alone, and each ensemble of them and the demo's two, as `a+b+c`."""
     further = [MemberConfig(file) for file in files]
     for member in further:
-        VARIANTS[member.label] = Variant(
-            "a further member alone", members=partial(list, [member]), alone=(member.label,)
-        )
-    everybody = [SMOL, GEMMA, *further]
-    for size in range(2, len(everybody) + 1):
-        for some in itertools.combinations(everybody, size):
-            labels = tuple(member.label for member in some)
+        VARIANTS[member.label] = Variant("one further member", members=partial(list, [member]), alone=(member.label,))
+    candidates = [SMOL, GEMMA, *further]
+    for size in range(2, len(candidates) + 1):
+        for members in itertools.combinations(candidates, size):
+            labels = tuple(member.label for member in members)
             if not set(labels) <= set(BARS):
                 VARIANTS["+".join(labels)] = Variant(
-                    "the default with further members", members=partial(list, some), alone=labels
+                    "the default with further members", members=partial(list, members), alone=labels
                 )
 
 

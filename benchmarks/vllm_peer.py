@@ -1,4 +1,4 @@
-"""A running vLLM server compared with the engine: greedy decoding of one member's model, by its OpenAI routes."""
+"""Greedy decoding of one member's model on a running vLLM server, by its OpenAI routes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Peer:
             raise ConnectionError(f"no vLLM server answers at {url}: {error}") from error
 
     def speed(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Tokens a second of prompts (ids) that are asked at once, `tokens` each."""
+        """Tokens a second of concurrent prompts (token ids), with answers of `tokens` tokens."""
         start = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
             made = sum(pool.map(lambda prompt: self._decoded(prompt, tokens), prompts))
         return made / (time.perf_counter() - start)
 
     def _decoded(self, prompt: Sequence[int], tokens: int) -> int:
-        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
-        return int(self._ask("/v1/completions", {**asked, "ignore_eos": True})["usage"]["completion_tokens"])
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
+        return int(self._ask("/v1/completions", {**body, "ignore_eos": True})["usage"]["completion_tokens"])
 
     def _ask(self, route: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -1,7 +1,6 @@
-"""Made-up passages with questions, which teach the demo's models to read (for `teaching_rows.py passages`).
+"""Synthetic passages with questions, to train the demo's models to read (for `teaching_rows.py passages`).
 
-Nothing is taken from a data set: the sentences of `taught_facts.jsonl` are filled with places, people and numbers by
-chance.
+No dataset is used: random places, people and numbers are put into the sentences of `taught_facts.jsonl`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ MEASURES = {"metres wide": "How wide", "metres high": "How high", "metres long":
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of a passage, what can be asked about it, and the answer as a sentence and in a few words."""
+    """A sentence of a passage, questions about it, and the answer as a sentence and in a few words."""
 
     text: str
     questions: Sequence[str]
@@ -77,11 +76,11 @@ FACTS = [Fact(**json.loads(line)) for line in _LINES]
 
 
 def slots(chance: random.Random) -> dict[str, str]:
-    """Values for all placeholders of facts; two of one kind differ."""
+    """Values for all placeholders of facts; two values of one kind differ."""
 
     def two(values: Sequence[str], name: str) -> dict[str, str]:
-        one, other = chance.sample(values, 2)
-        return {name: one, f"{name}2": other}
+        one, two = chance.sample(values, 2)
+        return {name: one, f"{name}2": two}
 
     def clock(hours: range) -> str:
         return f"{chance.choice(hours)}:{chance.choice(('00', '15', '30', '45'))}"
@@ -111,7 +110,7 @@ def slots(chance: random.Random) -> dict[str, str]:
         "how": MEASURES[unit],
         "rule": rule,
         "Rule": rule.capitalize(),
-        "rule_asked": _asked(rule),
+        "rule_asked": _as_question(rule),
         "because": because,
         "event": event,
         "then": then,
@@ -131,19 +130,19 @@ def slots(chance: random.Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _asked(rule: str) -> str:
-    """A statement with its verb in front: "the doors are locked" → "are the doors locked"."""
-    found = re.fullmatch(r"(.*?) (is|are|stands|stay|wear|leaves) (.*)", rule)
-    if found is None:
+def _as_question(rule: str) -> str:
+    """A statement with its verb first: "the doors are locked" → "are the doors locked"."""
+    match = re.fullmatch(r"(.*?) (is|are|stands|stay|wear|leaves) (.*)", rule)
+    if match is None:
         return f"is it that {rule}"
-    subject, verb, rest = found.groups()
+    subject, verb, rest = match.groups()
     helper = {"stands": ("does", "stand"), "stay": ("do", "stay"), "wear": ("do", "wear"), "leaves": ("does", "leave")}
     front, after = helper.get(verb, (verb, ""))
     return " ".join(part for part in (front, subject, after, rest) if part)
 
 
 def _unlike(facts: Sequence[Fact]) -> list[Fact]:
-    """No two of a beginning, unless it names a thing: a question has one answer."""
+    """Facts with different beginnings, unless these name a thing, so that a question has one answer."""
 
     def about(fact: Fact) -> str:
         words = fact.text.replace(",", "").split()
@@ -153,17 +152,17 @@ def _unlike(facts: Sequence[Fact]) -> list[Fact]:
 
 
 def passages(chance: random.Random) -> tuple[list[str], str, str, str]:
-    """Two passages of one house, a question on one fact in them, and its answer as a sentence and in a few words."""
+    """Two passages about one place, a question on a fact in them, and its answer as a sentence and in a few words."""
     shared = slots(chance)
     facts = _unlike(chance.sample(FACTS, chance.randint(6, 11)))
-    wanted = chance.randrange(len(facts))
-    sentences, asked = [], {}
+    index = chance.randrange(len(facts))
+    sentences, asked_values = [], {}
     things = chance.sample(THINGS, len(facts))
     for n, fact in enumerate(facts):
         values = {**slots(chance), "place": shared["place"], "town": shared["town"], "thing": things[n]}
         sentences.append(fact.text.format(**values))
-        if n == wanted:
-            asked = values
+        if n == index:
+            asked_values = values
     cut = chance.randint(2, len(facts) - 2)
     headings = chance.sample(
         ("Visiting", "The house", "Practical notes", "History", "Around the place", "For guests"), 2
@@ -172,6 +171,6 @@ def passages(chance: random.Random) -> tuple[list[str], str, str, str]:
         f"{shared['place'].title()}: {heading}\n{' '.join(part)}"
         for heading, part in zip(headings, (sentences[:cut], sentences[cut:]), strict=True)
     ]
-    fact = facts[wanted]
-    question = chance.choice(fact.questions).format(**asked)
-    return texts, question, fact.sentence.format(**asked), fact.brief.format(**asked)
+    fact = facts[index]
+    question = chance.choice(fact.questions).format(**asked_values)
+    return texts, question, fact.sentence.format(**asked_values), fact.brief.format(**asked_values)

@@ -1,4 +1,4 @@
-"""Rows that teach the demo's models to work with tools and in one manner (for `train_demo_adapter.py`).
+"""Training rows for tools and for a common style of the demo's models (for `train_demo_adapter.py`).
 
     python demo_training/teaching_rows.py tools OUT.jsonl [--rows 700] [--kinds call,said,second,plain] [--data FILE]
     python demo_training/teaching_rows.py own DATA.jsonl OUT.jsonl [--rows 400]
@@ -7,14 +7,14 @@
     python demo_training/teaching_rows.py obeyed DATA.jsonl OUT.jsonl [--rows 300]
     python demo_training/teaching_rows.py keyed DATA.jsonl OUT.jsonl [--rows 150]
 
-`tools`: made-up conversations over made-up tools: a call where one is needed, an answer to its result, a second call if
-two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: answers of
-SmolLM2-135M-Instruct as published to the prompts of DATA (those without a passage) that end and do not repeat
-themselves. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, with the passage
-of another row next to the right one. `passages`: questions on made-up passages. `obeyed`: the prompts of DATA with an
-instruction on the form of the answer, which is made to follow it, or with a plea to explain where it is long. `keyed`:
-the same prompts, answered as JSON with two keys that they name, half of them as JSON mode asks. Rows are `{"messages",
-"tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
+`tools`: synthetic conversations with synthetic tools: a call if one is needed, an answer to its result, a second call
+if there are two questions, and no call if none helps (small talk, or the short answers of DATA). `own`: the answers of
+the published SmolLM2-135M-Instruct to the prompts of DATA without a passage, if they end and do not loop. `notes`:
+questions on a passage with a short answer, each with two retrieval prompts that contain the right passage and another
+row's. `passages`: questions on synthetic passages. `obeyed`: the prompts of DATA with an instruction on the form of the
+answer, which is changed to follow it, or, for long answers, with an instruction to explain. `keyed`: the same prompts,
+answered as JSON with two requested keys, half of them in JSON mode. Rows are `{"messages", "tools", "answer"}`, with
+messages and tools in OpenAI's format. Equal seeds give equal rows.
 """
 
 from __future__ import annotations
@@ -59,18 +59,7 @@ CITIES = (
 )  # fmt: skip
 PEOPLE = ("Ada", "Bruno", "Chen", "Dalia", "Emil", "Fatima", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena", "Mara")
 THINGS = ("lamp", "kettle", "bicycle", "tent", "blue jacket", "notebook", "headphones", "garden chair", "clock", "mug")
-WORDS = (
-    "ephemeral",
-    "garden",
-    "bridge",
-    "moonlight",
-    "wait_seconds",
-    "harbour",
-    "thunder",
-    "window",
-    "river",
-    "copper",
-)
+WORDS = ("ephemeral", "garden", "bridge", "moonlight", "patience", "harbour", "thunder", "window", "river", "copper")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "tomorrow")
 TIMES = ("7:30", "9:00", "12:15", "16:45", "18:00", "20:30")
 CODES = ("A17", "QX-204", "7781", "B-33", "LN9042", "C5", "2210", "K-8")
@@ -81,7 +70,7 @@ DISHES = ("pancakes", "lentil soup", "apple pie", "fried rice", "tomato salad", 
 
 @dataclass(frozen=True)
 class Taught:
-    """A made-up tool: its parameters with the sources of their values, the requests for it, and its results."""
+    """A synthetic tool: its parameters with the sources of their values, the requests for it, and its results."""
 
     name: str
     description: str
@@ -239,7 +228,7 @@ TALK = (
     ("Explain in one sentence what a bridge is.", "A bridge is a structure that carries a way over an obstacle."),
 )
 NOTE, LONGEST_REPLY = (150, 900), 200
-"""Characters of a passage, and at most of its answer."""
+"""Minimum and maximum characters of a passage, and maximum characters of its answer."""
 FRAMES = (
     "Use the notes to answer the question{how}.\n\nNotes:\n{notes}\n\nQuestion: {question}",
     "Answer the question{how}, from the context alone.\n\nContext:\n{notes}\n\nQuestion: {question}",
@@ -248,7 +237,7 @@ FRAMES = (
 )
 TASK_FIRST = "Answer the question{how}.\n\n{notes}\n\n{question}"
 OBEYED = (60, 700)
-"""Characters of an answer whose form is changed."""
+"""Minimum and maximum characters of an answer whose form is changed."""
 BRIEFLY = (" in a few words", " briefly", " in as few words as possible")
 SENTENCE = (" in one short sentence", " in one sentence", " in a sentence")
 PLAINLY = ("",)
@@ -260,12 +249,12 @@ def tools(
     rows: int = 700,
     seed: int = 0,
     kinds: Annotated[
-        str, typer.Option(help="drawn from evenly")
+        str, typer.Option(help="kinds of rows, drawn uniformly")
     ] = "call,call,call,call,said,said,second,plain,plain,plain",
     data: Annotated[Path | None, typer.Option(help="rows whose short answers need no tool")] = None,
 ) -> None:
     """Conversations with tools."""
-    chance, makers = random.Random(seed), {"call": call, "said": said, "second": second, "plain": plain}
+    chance, makers = random.Random(seed), {"call": call, "said": after_result, "second": second, "plain": plain}
     if data is not None:
         short = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
         talk = [pair for pair in short if len(pair[1]) <= LONGEST_REPLY]
@@ -273,52 +262,54 @@ def tools(
     write(out, (makers[chance.choice(kinds.split(","))](chance) for _ in range(rows)))
 
 
-@app.command()
-def own(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.Option()] = 24) -> None:
+@app.command("own")
+def published_answers(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.Option()] = 24) -> None:
     """Answers of SmolLM2 as published, a third of them with tools in the prompt."""
-    asked = [row["prompt"].strip() for row in _read(data) if not _passage(row)][:rows]
+    prompts = [row["prompt"].strip() for row in _read(data) if not _passage(row)][:rows]
     member = replace(demo_members(dtype="bfloat16")[0], adapter=None)
-    chance, found = random.Random(1), []
+    chance, rows_out = random.Random(1), []
     with EnsembleEngine(EnsembleConfig([member], max_concurrent=together)) as engine:
-        results = engine.generate_batch(asked, SamplingParams(max_tokens=160))
-    for prompt, result in zip(asked, results, strict=True):
+        results = engine.generate_batch(prompts, SamplingParams(max_tokens=160))
+    for prompt, result in zip(prompts, results, strict=True):
         if (
             isinstance(result, EnsembleResult)
             and result.finish_reason == FinishReason.STOP
             and not is_looping(result.text)
         ):
-            found.append(_row([_user(prompt)], offered(chance) if chance.random() < 0.33 else [], result.text.strip()))
-    write(out, found)
+            rows_out.append(
+                _row([_user(prompt)], offered(chance) if chance.random() < 0.33 else [], result.text.strip())
+            )
+    write(out, rows_out)
 
 
 @app.command()
 def notes(data: Path, out: Path, rows: int = 400, seed: int = 2) -> None:
-    """Questions on one of two passages, each asked in two ways."""
+    """Questions on one of two passages, each with two prompts."""
     chance = random.Random(seed)
-    found = [(_question(row), _passage(row), str(row["references"][0]).strip()) for row in _read(data)]
-    able = [each for each in found if NOTE[0] <= len(each[1]) <= NOTE[1] and len(each[2]) <= LONGEST_REPLY]
-    twice = [each for each in able[: rows // 2] for _ in range(2)]
-    write(out, (noted(chance, each, chance.choice([o for o in able if o is not each])[1]) for each in twice))
+    candidates = [(_question(row), _passage(row), str(row["references"][0]).strip()) for row in _read(data)]
+    usable = [each for each in candidates if NOTE[0] <= len(each[1]) <= NOTE[1] and len(each[2]) <= LONGEST_REPLY]
+    twice = [each for each in usable[: rows // 2] for _ in range(2)]
+    write(out, (noted(chance, each, chance.choice([o for o in usable if o is not each])[1]) for each in twice))
 
 
-def noted(chance: random.Random, asked: tuple[str, str, str], other: str) -> Row:
-    """A question, its passage and another one, as one prompt."""
-    question, passage, answer = asked
+def noted(chance: random.Random, row: tuple[str, str, str], distractor: str) -> Row:
+    """A prompt with a question, its passage and another passage."""
+    question, passage, answer = row
     how = BRIEFLY if len(answer.split()) < 4 else SENTENCE if answer.count(". ") == 0 else PLAINLY
-    texts = [passage, other] if chance.random() < 0.5 else [other, passage]
+    texts = [passage, distractor] if chance.random() < 0.5 else [distractor, passage]
     frame = chance.choice(FRAMES)
     return _row([_user(frame.format(how=chance.choice(how), notes="\n\n".join(texts), question=question))], [], answer)
 
 
 @app.command()
 def passages(out: Path, rows: int = 300, seed: int = 3) -> None:
-    """Questions on one fact of two made-up passages, or of one."""
+    """Questions on a fact in two synthetic passages."""
     chance = random.Random(seed)
     write(out, (read(chance) for _ in range(rows)))
 
 
 def read(chance: random.Random) -> Row:
-    """A made-up passage with a question; as the frame asks, its answer is a sentence or a few words."""
+    """Synthetic passages with a question; the answer is a sentence or a few words, as the frame requests."""
     texts, question, sentence, brief = teaching_passages.passages(chance)
     chance.shuffle(texts)
     how = chance.choice((BRIEFLY, SENTENCE, SENTENCE, PLAINLY))
@@ -329,62 +320,62 @@ def read(chance: random.Random) -> Row:
 
 @app.command()
 def obeyed(data: Path, out: Path, rows: int = 300, seed: int = 4) -> None:
-    """Answers that follow an instruction on their form, or a plea to explain."""
+    """Answers that follow an instruction on their form, or one to explain."""
     chance = random.Random(seed)
-    reported = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(_able(data), rows))
-    write(out, (_row([_user(prompt)], [], answer) for prompt, answer in reported))
+    pairs = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(_usable(data), rows))
+    write(out, (_row([_user(prompt)], [], answer) for prompt, answer in pairs))
 
 
 @app.command()
 def keyed(data: Path, out: Path, rows: int = 150, seed: int = 5) -> None:
-    """Answers as JSON with the keys that were asked for."""
+    """Answers as JSON with the requested keys."""
     chance = random.Random(seed)
-    asked = schema_request({"type": "object"})
-    assert asked is not None, "an object without fields is JSON mode's request"
-    mode = {"role": "system", "content": asked.content}
+    request = schema_request({"type": "object"})
+    assert request is not None, "JSON mode has a request for an object without fields"
+    mode = {"role": "system", "content": request.content}
 
     def row(prompt: str, answer: str) -> Row:
-        ways, value = teaching_forms.with_keys(chance, prompt, answer)
-        user = _user(prompt + chance.choice((" ", "\n")) + chance.choice(ways))
+        wordings, value = teaching_forms.with_keys(chance, prompt, answer)
+        user = _user(prompt + chance.choice((" ", "\n")) + chance.choice(wordings))
         return _row([mode, user] if chance.random() < 0.5 else [user], [], value)
 
-    write(out, [row(*pair) for pair in chance.sample(_able(data), rows)])
+    write(out, [row(*pair) for pair in chance.sample(_usable(data), rows)])
 
 
-def _able(data: Path) -> list[tuple[str, str]]:
-    """Prompts without a passage, and answers long enough to be brought into a form."""
+def _usable(data: Path) -> list[tuple[str, str]]:
+    """Prompts without a passage, with answers of suitable length."""
     pairs = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
     return [pair for pair in pairs if OBEYED[0] <= len(pair[1]) <= OBEYED[1]]
 
 
 def call(chance: random.Random) -> Row:
     """A question that a tool answers."""
-    tool, others = _picked(chance)
+    tool, unused = _picked(chance)
     values = drawn(tool, chance)
     question = chance.choice(tool.questions).format(**spoken(values))
     history = list(_history(chance))
-    return _row([*history, _user(question)], _schemas(chance, tool, others), call_text(tool.name, values))
+    return _row([*history, _user(question)], _schemas(chance, tool, unused), call_text(tool.name, values))
 
 
-def said(chance: random.Random) -> Row:
-    """What is said once the tool has answered."""
-    tool, others = _picked(chance)
+def after_result(chance: random.Random) -> Row:
+    """The answer after the result of a call."""
+    tool, unused = _picked(chance)
     messages, result, values = _called(tool, chance)
     answer = tool.answer.format(**spoken(values), result=result)
-    return _row(messages, _schemas(chance, tool, others), answer.replace("..", "."))
+    return _row(messages, _schemas(chance, tool, unused), answer.replace("..", "."))
 
 
 def second(chance: random.Random) -> Row:
-    """Two things are asked: the second call after the first result."""
+    """A prompt with two questions: the second call after the first result."""
     one, two = chance.sample(TOOLS, 2)
     first, then = drawn(one, chance), drawn(two, chance)
-    asked = [chance.choice(t.questions).format(**spoken(v)) for t, v in ((one, first), (two, then))]
-    messages = [_user(" ".join(asked)), _calling(one, first), _result(_says(one, first, chance))]
+    questions = [chance.choice(t.questions).format(**spoken(v)) for t, v in ((one, first), (two, then))]
+    messages = [_user(" ".join(questions)), _calling(one, first), _result(_result_text(one, first, chance))]
     return _row(messages, _schemas(chance, one, [two]), call_text(two.name, then))
 
 
 def plain(chance: random.Random, talk: Sequence[tuple[str, str]] = TALK) -> Row:
-    """Tools are there, and none helps."""
+    """A question with tools of which none helps."""
     question, answer = chance.choice(talk)
     return _row([*_history(chance), _user(question)], offered(chance), answer)
 
@@ -394,7 +385,7 @@ def offered(chance: random.Random) -> list[Row]:
 
 
 def drawn(tool: Taught, chance: random.Random) -> Row:
-    """Arguments of a call, two of the same kind different."""
+    """Arguments of a call, all different."""
     while True:
         values = {name: chance.choice(choices) for name, choices in tool.values.items()}
         if len(set(map(str, values.values()))) == len(values):
@@ -405,7 +396,7 @@ def spoken(values: Row) -> Row:
     return {name: {True: "on", False: "off"}.get(v, v) if isinstance(v, bool) else v for name, v in values.items()}
 
 
-def _says(tool: Taught, values: Row, chance: random.Random) -> str:
+def _result_text(tool: Taught, values: Row, chance: random.Random) -> str:
     numbers = [value for value in values.values() if isinstance(value, int)] + [0, 0]
     sums = {"sum": numbers[0] + numbers[1], "times": numbers[0] * numbers[1], "less": numbers[0] - numbers[1]}
     return chance.choice(tool.results).format(**spoken(values), **sums)
@@ -413,13 +404,13 @@ def _says(tool: Taught, values: Row, chance: random.Random) -> str:
 
 def _called(tool: Taught, chance: random.Random) -> tuple[list[Row], str, Row]:
     values = drawn(tool, chance)
-    result = _says(tool, values, chance)
+    result = _result_text(tool, values, chance)
     question = chance.choice(tool.questions).format(**spoken(values))
     return [_user(question), _calling(tool, values), _result(result)], result, values
 
 
 def _history(chance: random.Random) -> Iterator[Row]:
-    """Nothing, a system text, or an earlier exchange."""
+    """No message, a system message, or an earlier exchange."""
     dice = chance.random()
     if dice < 0.4:
         yield {"role": "system", "content": chance.choice(SYSTEMS)}
@@ -434,14 +425,14 @@ def _history(chance: random.Random) -> Iterator[Row]:
 
 
 def _picked(chance: random.Random) -> tuple[Taught, list[Taught]]:
-    tool, *others = chance.sample(TOOLS, chance.choice((1, 2, 2, 3)))
-    return tool, others
+    tool, *unused = chance.sample(TOOLS, chance.choice((1, 2, 2, 3)))
+    return tool, unused
 
 
-def _schemas(chance: random.Random, tool: Taught, others: Sequence[Taught]) -> list[Row]:
-    found = [each.schema() for each in (tool, *others)]
-    chance.shuffle(found)
-    return found
+def _schemas(chance: random.Random, tool: Taught, unused: Sequence[Taught]) -> list[Row]:
+    schemas = [each.schema() for each in (tool, *unused)]
+    chance.shuffle(schemas)
+    return schemas
 
 
 def _user(text: str) -> Row:
@@ -463,7 +454,7 @@ def _result(text: str) -> Row:
 
 def _row(messages: list[Row], schemas: list[Row], answer: str) -> Row:
     for message in messages:
-        Message.from_dict(message)  # refuses what the engine would refuse
+        Message.from_dict(message)  # raises if the engine would refuse it
     return {"messages": messages, "tools": schemas, "answer": answer}
 
 

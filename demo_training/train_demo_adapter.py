@@ -1,13 +1,13 @@
-"""Teach the demo's models to answer instructions alike: a LoRA adapter for each, made on a processor.
+"""Train a LoRA adapter for each of the demo's models, on a CPU, so that they answer instructions alike.
 
     python demo_training/train_demo_adapter.py FILE… --member gemma3-270m [--continued FOLDER] [--out FOLDER]
     python demo_training/train_demo_adapter.py FILE… --member smollm2-135m --rank 8
 
 Rows are `{"prompt", "references": [answer]}` or, with tools, `{"messages", "tools", "answer"}` (`teaching_rows.py`).
-The prompt is encoded as the engine encodes it; the loss is taken on the answer and its end of turn only. One row in
-twenty is held back to watch the loss. Half of the rows with a passage get it before their question, as retrieval
-prompts have it; rows with a short answer come twice more, with a plea for one before and after the prompt. The adapter
-is stored in bfloat16; `--continued` starts from another one.
+The prompt is encoded as in the engine; the loss covers only the answer and its end of turn. One row in twenty is held
+out to measure the loss. In half of the rows with a passage, it is before the question, as in retrieval prompts. Rows
+with a short answer are used two more times, with an instruction for a short answer before and after the prompt. The
+adapter is stored in bfloat16; `--continued` starts from another one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PromptEncoder
 
 RATE, BATCH = 2e-4, 8
-HELD_BACK = 20
-PASSAGE, SHORT = 300, 30  # characters: at least of a passage below its question, at most of a short answer
-PLEAS = ("Answer briefly.", "Be brief.", "A short answer, please.", "In as few words as you can.", "Only the answer.")
+HELD_OUT = 20
+PASSAGE, SHORT = 300, 30  # characters: minimum of a passage, maximum of a short answer
+BREVITY = (
+    "Answer briefly.",
+    "Be brief.",
+    "A short answer, please.",
+    "In as few words as you can.",
+    "Only the answer.",
+)
 HUB = {"gemma3-270m": "google/gemma-3-270m", "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -43,16 +49,16 @@ Row = tuple[list[int], list[int]]
 def main(
     data: Annotated[list[Path], typer.Argument(help="JSONL files of instructions and answers")],
     member: Annotated[str, typer.Option(help=" | ".join(HUB))] = "gemma3-270m",
-    out: Annotated[Path | None, typer.Option(help="folder to write, else the demo's own")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to write; default: the demo's")] = None,
     epochs: int = 1,
     rank: int = 16,
     continued: Annotated[Path | None, typer.Option(help="folder of the adapter to start from")] = None,
-    kept: Annotated[float, typer.Option(help="share of that adapter in the written one: their mean")] = 0.0,
-    longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 512,
+    kept: Annotated[float, typer.Option(help="weight of that adapter in a mean with the trained one")] = 0.0,
+    longest: Annotated[int, typer.Option(help="maximum tokens of a row; longer ones are left out")] = 512,
 ) -> None:
     """Train and store the adapter."""
     if kept and continued is None:
-        raise typer.BadParameter("--kept is a share of the adapter that --continued names")
+        raise typer.BadParameter("--kept is the weight of the adapter in --continued")
     torch.manual_seed(0)
     [config] = [m for m in demo_members() if m.name == member]
     out = out or ADAPTERS / member
@@ -60,18 +66,18 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = PromptEncoder(tokenizer, None, {}, member)
     rows = [row for file in data for row in read_rows(file, prompts, tokenizer.eos_token_id, longest)]
-    held = [same[0] for same in rows[::HELD_BACK]]
-    used = [row for number, same in enumerate(rows) for row in same if number % HELD_BACK]
-    show(f"{len(used)} rows to learn from, {len(held)} held back")
+    held_out = [variants[0] for variants in rows[::HELD_OUT]]
+    used = [row for number, variants in enumerate(rows) for row in variants if number % HELD_OUT]
+    show(f"{len(used)} training rows, {len(held_out)} held out")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if continued is None:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
         model: Any = get_peft_model(base, lora)
     else:
         model = PeftModel.from_pretrained(base, continued, is_trainable=True, autocast_adapter_dtype=True)
-    show(f"held-back loss before: {held_loss(model, held):.3f}")
+    show(f"held-out loss before: {held_out_loss(model, held_out):.3f}")
     before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
-    train(model, used, held, epochs)
+    train(model, used, held_out, epochs)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.lerp(parameter.data, before[name], kept).bfloat16()
@@ -79,14 +85,13 @@ def main(
     card = out / "README.md"
     written = card.read_text(encoding="utf-8") if card.is_file() else None
     model.save_pretrained(out)
-    if written is not None:  # the library writes another card
+    if written is not None:  # peft writes another card
         card.write_text(written, encoding="utf-8")
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
 
 
 def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> list[list[Row]]:
-    """Of every row that is not too long: the ways in which it is asked, each as prompt ids and answer ids (with the end
-    of turn)."""
+    """The variants of every row that is not too long, each as prompt ids and answer ids (with the end of turn)."""
     rows: list[list[Row]] = []
     chance = random.Random(0)
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -95,29 +100,29 @@ def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> lis
         answer = [*prompts.codec.encode(text), end]
         if "messages" in row:
             tools = [Tool.from_dict(tool) for tool in row["tools"]]
-            asked = [prompts.encode([Message.from_dict(message) for message in row["messages"]], tools)]
+            encoded = [prompts.encode([Message.from_dict(message) for message in row["messages"]], tools)]
         else:
-            asked = [prompts.encode([Message("user", words)]) for words in ways(row["prompt"], text, chance)]
-        if max(map(len, asked)) + len(answer) <= longest:
-            rows.append([(prompt, answer) for prompt in asked])
+            encoded = [prompts.encode([Message("user", words)]) for words in variants_of(row["prompt"], text, chance)]
+        if max(map(len, encoded)) + len(answer) <= longest:
+            rows.append([(prompt, answer) for prompt in encoded])
     return rows
 
 
-def ways(prompt: str, answer: str, chance: random.Random) -> list[str]:
-    """In which words a row is asked: see above."""
+def variants_of(prompt: str, answer: str, chance: random.Random) -> list[str]:
+    """The prompts of a row, as described above."""
     question, _, passage = prompt.strip().partition("\n\n")
     parts = [question, passage] if passage else [question]
     if len(passage) >= PASSAGE and chance.random() < 0.5:
         parts.reverse()
-    found = [parts]
+    variants = [parts]
     if len(answer) <= SHORT:
-        before, after = chance.sample(PLEAS, 2)
-        found += [[before, *parts], [*parts, after]]
-    return ["\n\n".join(way) for way in found]
+        before, after = chance.sample(BREVITY, 2)
+        variants += [[before, *parts], [*parts, after]]
+    return ["\n\n".join(variant) for variant in variants]
 
 
-def train(model: Any, rows: list[Row], held: list[Row], epochs: int) -> None:
-    """AdamW with a cosine schedule; batches of rows of similar length, in random order."""
+def train(model: Any, rows: list[Row], held_out: list[Row], epochs: int) -> None:
+    """Train with AdamW and a cosine schedule, on batches of rows of similar length in random order."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
     ordered = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
@@ -137,11 +142,11 @@ def train(model: Any, rows: list[Row], held: list[Row], epochs: int) -> None:
             step += 1
             if step % 20 == 0:
                 show(f"step {step}/{epochs * len(batches)}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s")
-        show(f"epoch {epoch + 1}: held-back loss {held_loss(model, held):.3f}")
+        show(f"epoch {epoch + 1}: held-out loss {held_out_loss(model, held_out):.3f}")
 
 
 def answer_loss(model: Any, batch: list[Row]) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens; only their states meet the vocabulary of 262,144."""
+    """Mean cross-entropy of the answers' tokens; only their states are projected to the vocabulary of 262,144."""
     width = max(len(prompt) + len(answer) for prompt, answer in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     labels = torch.full((len(batch), width), -100)
@@ -151,14 +156,14 @@ def answer_loss(model: Any, batch: list[Row]) -> torch.Tensor:
     decoder = model.get_base_model()
     mask = torch.arange(width) < torch.tensor([[len(p) + len(a)] for p, a in batch])
     states = decoder.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[:, :-1]
-    wanted = labels[:, 1:] != -100
-    logits = decoder.lm_head(states[wanted]).float()
-    return torch.nn.functional.cross_entropy(logits, labels[:, 1:][wanted])
+    is_answer = labels[:, 1:] != -100
+    logits = decoder.lm_head(states[is_answer]).float()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:][is_answer])
 
 
 @torch.inference_mode()
-def held_loss(model: Any, rows: list[Row]) -> float:
-    """Mean over batches of the rows that were held back."""
+def held_out_loss(model: Any, rows: list[Row]) -> float:
+    """Mean loss over batches of the held-out rows."""
     model.eval()
     losses = [answer_loss(model, rows[n : n + BATCH]).item() for n in range(0, len(rows), BATCH)]
     return sum(losses) / len(losses)

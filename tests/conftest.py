@@ -1,7 +1,7 @@
 """Fixtures that many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
 
-`pytest -m gpu` has to start on a lent card, where there are pydantic, pytest and little else: settings of plugins that
-are missing are known all the same, and files without a test that needs a card are not even imported.
+`pytest -m gpu` must start on a GPU machine with pydantic, pytest and little more: the settings of missing plugins are accepted,
+and files without a GPU test are not imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == "gpu":  # a lent card has other versions, which may warn
+    if config.option.markexpr == "gpu":  # a bare GPU machine has other versions, which may warn
         config.addinivalue_line("filterwarnings", "default")
 
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Each engine that a test closes collects garbage, which searches all libraries unless they are set aside."""
+    """Freeze the libraries' objects: closing an engine collects garbage, which would search all of them."""
     admission.settle()
 
 
@@ -73,15 +73,15 @@ def exact_engine() -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(scope="session")
 def demo_engine(exact_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
-    """The same members with a short first segment, so that short answers have several; and a prompt is read anew each
-    time, so that what a test counts does not hang on the tests before it."""
+    """The same members with a short first segment, so that short answers have several segments, and without prefix
+    reuse, so that counts do not depend on earlier tests."""
     config = replace(exact_engine.config, first_segment_tokens=5, reuse_prefixes=False)
     with EngineOver(exact_engine, config) as engine:
         yield engine.load()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of injected faults; here, because a run on several processes reads no other conftest in time."""
+    """Print the table of injected faults; with several processes, only this conftest is read early enough."""
     reports = [report for report in terminalreporter.stats.get("", ()) if report.when == "teardown"]
     rows = [row for report in reports for name, row in report.user_properties if name == FAULT_ROW]
     for row in [("injected", "stage", "into", "what happened"), *rows] if rows else ():
@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    """Two tiny members of different make: a byte-level chat model and a metaspace base model."""
+    """Two tiny members of different families: a byte-level chat model and a metaspace base model."""
     with EnsembleEngine(pair_config(save_pair(tmp_path_factory))) as engine:
         yield engine.load()
 
@@ -107,7 +107,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
+    """`opened(html, **context)` → its page; afterwards its console must be empty, without any request."""
     complaints: list[str] = []
     requests: list[str] = []
     contexts = []

@@ -29,10 +29,10 @@ WEIGHTS = {"alpha": 0.75, "beta": 0.25}
 
 
 def judged(text: str, drafts: dict[str, str], **changes: object) -> RoundRecord:
-    """A round won by alpha with `text`, in which each member drafted its own."""
+    """A round won by alpha with `text`; the other members' drafts differ."""
     candidates = tuple(Candidate(draft, (name,), False, 3) for name, draft in drafts.items())
-    reported = {"candidates": candidates, "weights": WEIGHTS, **changes}
-    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **reported)
+    fields = {"candidates": candidates, "weights": WEIGHTS, **changes}
+    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **fields)
 
 
 def test_members_that_draft_the_same_agree() -> None:
@@ -60,7 +60,7 @@ def test_forced_text_and_text_of_a_lone_member_have_no_agreement() -> None:
     assert agreement_of([]) is None
 
 
-def test_places_are_those_of_the_answer_and_end_with_it() -> None:
+def test_positions_are_within_the_answer() -> None:
     answer = explained([("alpha", " one two"), ("beta", " three four")])
     result = answer.agreement
     assert result is not None
@@ -74,9 +74,9 @@ def test_places_are_those_of_the_answer_and_end_with_it() -> None:
 
 def test_the_record_and_the_report_of_an_answer_have_its_agreement() -> None:
     answer = explained([("alpha", " one two"), ("beta", " three four")])
-    reported = json.loads(json.dumps(answer.to_dict()))["agreement"]
-    assert reported["share"] == pytest.approx(10.5 / 19)
-    assert reported["places"][0] == {"start": 1, "end": 8, "share": 0.5}
+    differences_of = json.loads(json.dumps(answer.to_dict()))["agreement"]
+    assert differences_of["share"] == pytest.approx(10.5 / 19)
+    assert differences_of["places"][0] == {"start": 1, "end": 8, "share": 0.5}
     page = answer.to_html()
     assert "<dt>Agreement</dt><dd>0.553</dd>" in page
     assert "2 places apart" in page
@@ -84,7 +84,7 @@ def test_the_record_and_the_report_of_an_answer_have_its_agreement() -> None:
     assert "<dt>Agreement</dt>" not in explained([("alpha", " one")], ("alpha",)).to_html()
 
 
-def test_one_member_has_no_agreement_and_several_have_one(tiny_engine: EnsembleEngine) -> None:
+def test_agreement_needs_several_members(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=20)
     several = tiny_engine.generate("Hello", params)
     assert several.agreement is not None
@@ -98,7 +98,7 @@ def test_one_member_has_no_agreement_and_several_have_one(tiny_engine: EnsembleE
 THREE = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
 
 
-def reported(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
+def differences_of(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
     """Kind, words of the answer, and the others' words in their place; "…" where a draft ended within a word."""
     for each in answer.differences:
         assert answer.text[each.start : each.end] == each.text
@@ -108,13 +108,13 @@ def reported(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
     ]
 
 
-def test_numbers_come_before_names_and_these_before_other_words_the_short_ones_last() -> None:
+def test_numbers_precede_names_long_words_and_short_words() -> None:
     drafts = {
         "beta": "On a day in 1968 the sailor Buzz slept there.…",
         "gamma": "On the day in 1969 the sailor Neil ate there.…",
     }
     answer = differing([("On the day in 1969 the sailor Neil slept there.", drafts)], THREE, over=True)
-    assert reported(answer) == [
+    assert differences_of(answer) == [
         ("number", "1969", {"beta": "1968"}),
         ("name", "Neil", {"beta": "Buzz"}),
         ("word", "slept", {"gamma": "ate"}),
@@ -123,7 +123,7 @@ def test_numbers_come_before_names_and_these_before_other_words_the_short_ones_l
     assert [each.share for each in answer.differences] == pytest.approx([0.7, 0.7, 0.8, 0.7])
 
 
-def test_of_one_kind_those_come_first_that_fewer_votes_are_for() -> None:
+def test_differences_of_one_kind_are_ordered_by_fewest_votes() -> None:
     answer = differing(
         [("In 1 and 2 and 3 cases", {"beta": "In 1 and 5 and 4 cases", "gamma": "In 7 and 2 and 4 cases"})], THREE
     )
@@ -134,7 +134,7 @@ def test_of_one_kind_those_come_first_that_fewer_votes_are_for() -> None:
     ]
 
 
-def test_a_difference_says_whose_words_they_are_and_what_votes_they_had() -> None:
+def test_a_difference_names_the_members_of_other_words_and_their_votes() -> None:
     [result] = differing([("It is 42.", {"beta": "It is 41."})], {"alpha": 0.75, "beta": 0.25}, over=True).differences
     assert (result.start, result.end, result.kind, result.share, result.round) == (6, 8, "number", 0.75, 1)
     assert result.others == (MemberWords("beta", "41", 0.25, score=0.25, own_score=0.5),)
@@ -146,14 +146,14 @@ def test_words_are_whole_although_rounds_and_drafts_end_within_them() -> None:
         ("69 that Arm", {"beta": "68 that Ald", "gamma": "69 that Arms"}),
         ("strong went", {}),
     ]
-    assert reported(differing(rounds, THREE)) == [
+    assert differences_of(differing(rounds, THREE)) == [
         ("number", "1969", {"beta": "1968"}),
         ("name", "Armstrong", {"beta": "Ald…"}),
     ]
 
 
 @pytest.mark.parametrize(
-    ("said", "other"),
+    ("text", "draft"),
     [
         ("The Moon, in July.", "the moon in july"),
         ("about 1,969 ships", "about 1969 ships"),
@@ -164,45 +164,45 @@ def test_words_are_whole_although_rounds_and_drafts_end_within_them() -> None:
         ("It rests, and", "It rests and goes"),
     ],
 )
-def test_case_punctuation_spaces_and_what_is_not_known_are_no_difference(said: str, other: str) -> None:
-    rounds = [(said, {"beta": other}), (" goes on", {})]
-    assert reported(differing(rounds, THREE)) == []
+def test_case_punctuation_spaces_and_unknown_text_are_no_difference(text: str, draft: str) -> None:
+    rounds = [(text, {"beta": draft}), (" goes on", {})]
+    assert differences_of(differing(rounds, THREE)) == []
 
 
-def test_where_a_member_would_have_ended_the_answer_or_gone_on() -> None:
-    assert reported(differing([("It rests", {"beta": "It rests…"}), (" at sea", {})], THREE)) == [
+def test_ending_and_continuing_the_answer_is_a_difference() -> None:
+    assert differences_of(differing([("It rests", {"beta": "It rests…"}), (" at sea", {})], THREE)) == [
         ("word", "", {"beta": "."})
     ]
-    assert reported(differing([("It rests at sea", {"beta": "It…"})], THREE)) == [
+    assert differences_of(differing([("It rests at sea", {"beta": "It…"})], THREE)) == [
         ("word", "rests at sea", {"beta": "."})
     ]
     continues = differing([("Paris.", {"beta": "Paris, since 987"})], THREE, over=True)
-    assert reported(continues) == [("number", "", {"beta": "since 987…"})]
+    assert differences_of(continues) == [("number", "", {"beta": "since 987…"})]
     assert continues.differences[0].start == len("Paris")
 
 
-def test_members_that_differ_in_one_place_stand_there_together() -> None:
+def test_members_with_one_difference_are_listed_together() -> None:
     drafts = {"beta": "by Buzz Aldrin alone", "gamma": "by Neil Young alone"}
     answer = differing([("by Neil Armstrong alone", drafts)], THREE)
-    assert reported(answer) == [("name", "Neil Armstrong", {"beta": "Buzz Aldrin", "gamma": "Neil Young"})]
+    assert differences_of(answer) == [("name", "Neil Armstrong", {"beta": "Buzz Aldrin", "gamma": "Neil Young"})]
     assert answer.differences[0].share == pytest.approx(0.5)
 
 
 def test_scripts_without_spaces_differ_by_character() -> None:
     answer = differing([("1969年", {}), ("几时有", {"beta": "何时有"})], THREE)
-    assert reported(answer) == [("word", "几", {"beta": "何"})]
+    assert differences_of(answer) == [("word", "几", {"beta": "何"})]
 
 
 def test_cut_forced_or_closed_text_is_no_difference() -> None:
     rounds = [("It is 42 or", {"beta": "It is 41 or", "gamma": "It is 42 but"})]
     cut = differing(rounds, THREE)
-    assert reported(replace(cut, text="It is 42")) == [("number", "42", {"beta": "41 or…"})]
-    assert reported(replace(cut, text="It is 4")) == []
-    assert reported(replace(cut, text="")) == []
+    assert differences_of(replace(cut, text="It is 42")) == [("number", "42", {"beta": "41 or…"})]
+    assert differences_of(replace(cut, text="It is 4")) == []
+    assert differences_of(replace(cut, text="")) == []
     dictated = tuple(replace(c, tokens=0) for c in cut.rounds[0].candidates)
-    assert reported(replace(cut, rounds=(replace(cut.rounds[0], candidates=dictated),))) == []
+    assert differences_of(replace(cut, rounds=(replace(cut.rounds[0], candidates=dictated),))) == []
     closed = replace(cut.rounds[0], text='"}', end=2)
-    assert reported(replace(cut, text='"}', rounds=(closed,), closing='"}')) == []
+    assert differences_of(replace(cut, text='"}', rounds=(closed,), closing='"}')) == []
 
 
 # ── fields of JSON ───────────────────────────────────────────────────────────────────────────────
@@ -236,7 +236,7 @@ def test_each_field_has_its_share_and_its_alternatives() -> None:
     }
 
 
-def test_a_field_is_one_value_however_many_rounds_write_it() -> None:
+def test_a_field_is_one_value_over_any_number_of_rounds() -> None:
     rounds = [('{"say": "one', {}), (" two", {"beta": " 2"}), (' three"}', {"gamma": ' four"}'})]
     assert fields(differing(rounds, THREE, over=True)) == {
         "0$.say": ('"one two three"', 0.5, {"beta": '"one 2…', "gamma": '"one two four"'})
@@ -254,7 +254,7 @@ def test_the_arguments_of_each_call_are_fields() -> None:
     }
 
 
-def test_a_field_that_the_grammar_dictated_has_no_share() -> None:
+def test_a_field_forced_by_the_grammar_has_no_share() -> None:
     answer = differing([('{"kind": "boat", "n": ', {}), ("4}", {"beta": "5}"})], THREE, over=True)
     dictated = tuple(replace(candidate, tokens=0) for candidate in answer.rounds[0].candidates)
     answer = replace(answer, rounds=(replace(answer.rounds[0], candidates=dictated), answer.rounds[1]))
@@ -273,7 +273,7 @@ def test_text_before_a_cut_or_broken_place_has_its_fields(text: str) -> None:
     )
 
 
-def test_no_text_raises_and_every_result_is_plain_json() -> None:
+def test_no_text_raises_an_error_and_every_result_is_plain_json() -> None:
     chance = random.Random(5)
     parts = [*'{}[],:"\\\n é明"', "true", "1,969", "-5", "Oslo", "<tool_call>", '{"a": ', "the", " ", " "]
 
@@ -304,7 +304,7 @@ def long_answer(rounds: int) -> EnsembleResult:
     return differing([('{"essay": "', {}), *turns, ('"}', {})], dict.fromkeys(names, 0.2))
 
 
-def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
+def test_the_time_grows_linearly_with_the_length() -> None:
     def seconds(answer: EnsembleResult) -> float:
         began = time.process_time()
         assert len(answer.differences) > len(answer.rounds) / 2

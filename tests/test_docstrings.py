@@ -29,13 +29,13 @@ def is_ours(thing: object) -> bool:
 
 def documented() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Name, function and docstring of every public function and method of ours."""
-    recorded = set[int]()
+    visited = set[int]()
     for package in PACKAGES:
         for name in package.__all__:
             thing = getattr(package, name)
-            if id(thing) in recorded or not is_ours(thing):
+            if id(thing) in visited or not is_ours(thing):
                 continue
-            recorded.add(id(thing))
+            visited.add(id(thing))
             if inspect.isfunction(thing):
                 yield name, thing, inspect.getdoc(thing) or ""
             elif inspect.isclass(thing):

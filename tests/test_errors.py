@@ -1,4 +1,4 @@
-"""Errors survive pickling: pools of processes wait for ever for a result that cannot be read."""
+"""Errors can be pickled: process pools wait without end for a result that they cannot read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def every_error() -> list[SpecFuseError]:
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
-def test_every_error_comes_back_from_a_pickle_as_it_was(error: SpecFuseError) -> None:
+def test_every_error_can_be_pickled(error: SpecFuseError) -> None:
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error)
     assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
@@ -55,6 +55,6 @@ def test_a_pool_of_processes_raises_its_workers_error() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"])
 @pytest.mark.parametrize("value", [8.0, 2.5, True])
-def test_a_count_is_a_whole_number(name: str, value: object) -> None:
+def test_a_count_is_an_integer(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{name} must be a whole number, not {value!r}"):
         SamplingParams(**{name: value})

@@ -18,7 +18,7 @@ needs_demo_extra = pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason="t
 
 
 def run(*arguments: str, start: str = "") -> subprocess.CompletedProcess[str]:
-    """The LangChain example in another process, after the statements `start`."""
+    """Run the LangChain example in another process, after the statements `start`."""
     script = EXAMPLES / "rag_langchain.py"
     code = f"{start}\nimport runpy, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nsys.argv[0] = {str(script)!r}\n"
     code += f"runpy.run_path({str(script)!r}, run_name='__main__')"

@@ -24,7 +24,7 @@ from tests.support.serving import serving
 
 README = "README.md"
 SERVER = "http://127.0.0.1:8000"
-"""Where examples look for a server."""
+"""The address at which examples expect a server."""
 PLACES = ("langchain_specfuse", "llamaindex_specfuse")
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in DOCUMENTS if examples_in(page)]
@@ -33,7 +33,7 @@ EXAMPLES = [example.code for example in examples_in(README)]
 
 @pytest.fixture(scope="module")
 def _demo() -> Iterator[None]:
-    """Held, so that all examples that ask for the demo ensemble share one engine."""
+    """Keep the demo ensemble loaded, so that all examples share one engine."""
     with lease_engine(EnsembleConfig(members=demo_members())):
         yield
     close_idle_engines()
@@ -94,7 +94,7 @@ def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.
         "def begun(:",
     ],
 )
-def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
+def test_a_block_that_cannot_run_is_still_checked(wrong: str) -> None:
     right = "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()"
     check(ast.parse(f"{right}\nimport no_such\nno_such.thing(any=1)"), {"model": 1})
     with pytest.raises((AssertionError, ImportError, AttributeError, SyntaxError)):
@@ -102,7 +102,7 @@ def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "kind"), [("docs/langchain.md", ChatSpecFuse), ("docs/llamaindex.md", SpecFuseLLM)])
-def test_options_of_other_models_are_taken_or_answered_as_the_page_says(page: str, kind: Any) -> None:
+def test_options_of_other_models_are_accepted_or_refused_as_documented(page: str, kind: Any) -> None:
     table = re.search(r"(?ms)^## Coming from .*?^\| ---.*?\n(.*?)\n\n", text_of(page))
     assert table
     for row in table[1].splitlines():

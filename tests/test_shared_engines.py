@@ -1,4 +1,4 @@
-"""One process, one engine: models of both frameworks with equal members share it until the last one lets go."""
+"""One process, one engine: models of both frameworks with equal members share it until the last one is closed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_equal_models_share_one_engine_until_the_last_one_is_closed() -> None:
     chat.close()
 
 
-def test_other_members_or_another_vote_mean_another_engine() -> None:
+def test_other_members_or_weights_mean_another_engine() -> None:
     demo = ChatSpecFuse(members="demo")
     config = demo._ensemble()
     different = ChatSpecFuse(config=type(config)(config.members, score="mean_prob"))

@@ -26,7 +26,7 @@ def test_lines_of_other_libraries_are_passed_over(process: subprocess.Popen[str]
     assert process.stdout.readline() == "more\n"
 
 
-def test_a_line_that_never_comes_fails_with_the_others(process: subprocess.Popen[str]) -> None:
+def test_a_missing_line_fails_with_the_other_lines(process: subprocess.Popen[str]) -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError, match="no line matches 'listening': no GPU\nready at 7"):
         line_of(process, process.stdout, "listening", seconds=1)

@@ -1,4 +1,4 @@
-"""Differences of Windows, on any system: missing modules, encodings, line ends, paths and signals."""
+"""Differences on Windows, tested on any system: missing modules, encodings, line ends, paths and signals."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def test_every_module_is_imported_without_the_modules_of_unix() -> None:
 # ── files of a run ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_keeps_its_records_and_keeps_others_out(tmp_path: Path) -> None:
+def test_a_run_keeps_its_records_and_its_lock(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     with RunFile(file) as run:
         run.add("one", {"text": "the tide\nturns"})
         with pytest.raises(ConfigError, match="being written by another run"), RunFile(file):
             pytest.fail("two runs write one file")
-        assert file.read_bytes().count(b"\n") == 2, "anybody may read it meanwhile"
+        assert file.read_bytes().count(b"\n") == 2, "the file can be read meanwhile"
     with RunFile(file) as run:
         assert run.get("one") == {"text": "the tide\nturns"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run.jsonl"]
 
 
-def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_file_of_another_process_is_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     script = (
         "import sys\nfrom specfuse_shared.comparing.run.run_file import RunFile\n"
@@ -100,7 +100,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None
         line_of(process, process.stdout, "^open$")
         with pytest.raises(ConfigError, match="being written by another run"), RunFile(file):
             pytest.fail("two processes write one file")
-        process.kill()  # as a run that crashes: its lock goes with it
+        process.kill()  # like a crashed run, whose lock is released
         process.wait()
         with RunFile(file) as run:
             run.add("two", {"text": "x"})
@@ -119,7 +119,7 @@ def test_a_thread_may_close_a_file_of_another_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [b"", BOM])
-def test_a_run_that_an_editor_of_windows_saved_is_gone_on_with(tmp_path: Path, mark: bytes) -> None:
+def test_a_run_file_saved_by_a_windows_editor_can_be_continued(tmp_path: Path, mark: bytes) -> None:
     file = tmp_path / "run.jsonl"
     with RunFile(file) as run:
         run.add("one", {"text": "a"})
@@ -157,7 +157,7 @@ def test_a_path_of_windows_in_double_quotes_is_explained(tmp_path: Path, path: s
     assert read_ensemble(file).member_configs[0].model == path
 
 
-def test_other_mistakes_are_not_taken_for_paths(tmp_path: Path) -> None:
+def test_other_mistakes_are_not_reported_as_paths(tmp_path: Path) -> None:
     file = tmp_path / "pair.toml"
     file.write_text("[ensembles.pair\n", "utf-8")
     with pytest.raises(ConfigError, match="is no TOML") as error:
@@ -166,20 +166,20 @@ def test_other_mistakes_are_not_taken_for_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model", "adapter", "tokenizer", "gguf_file"])
-def test_a_path_whose_backslashes_were_read_is_explained(setting: str) -> None:
+def test_a_path_with_interpreted_escapes_is_explained(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"MemberConfig.{setting} is 'C:\\new\\x08ig', which has a control"):
         MemberConfig(**{"model": "a/b", setting: "C:\new\big"})
 
 
-def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_file_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tomlkit")
     file = tmp_path / "pair.toml"
     file.write_text(TOML, "utf-8")
 
-    def held(*names: Any) -> None:
+    def refuse(*names: Any) -> None:
         raise PermissionError(13, "used by another process")
 
-    monkeypatch.setattr(os, "replace", held)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(SpecFuseError, match="cannot be written"):
         write_ensemble(file, "other", EnsembleConfig(["e/f"]))
     assert [each.name for each in tmp_path.iterdir()] == ["pair.toml"]
@@ -200,11 +200,11 @@ def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monke
         ("/srv/secret/qwen", "qwen"),
     ],
 )
-def test_a_path_is_hidden_though_its_drive_is_gone(path: str, name: str) -> None:
-    reported = path_name(path)
-    assert reported.startswith(f"local:{name}#")
-    assert "secret" not in reported
-    assert path_of(reported) == path
+def test_a_path_on_a_missing_drive_is_redacted(path: str, name: str) -> None:
+    shown_name = path_name(path)
+    assert shown_name.startswith(f"local:{name}#")
+    assert "secret" not in shown_name
+    assert path_of(shown_name) == path
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "ollama:llama3.2:3b", "gpt2", "demo"])
@@ -241,8 +241,10 @@ def test_a_question_on_standard_input_may_begin_with_a_byte_order_mark(monkeypat
     assert commands._messages(None, "-")[0].content == "Où ?"
 
 
-def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that raises the signal while the main one waits without end would wait for ever on such a system."""
+def test_a_wait_for_an_answer_can_be_interrupted_if_ctrl_c_is_only_seen_between_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal during an unlimited wait of the main thread would never be handled on such a system."""
     monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.02)
     waits: list[float | None] = []
 
@@ -260,7 +262,7 @@ def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monke
     assert cancelled == [True]
 
 
-def test_an_item_that_comes_between_two_waits_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_between_two_waits_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.01)
     items = SimpleQueue[Event | Exception]()
     threading.Timer(0.05, items.put, [ConfigError("here")]).start()
@@ -270,7 +272,7 @@ def test_an_item_that_comes_between_two_waits_is_given(monkeypatch: pytest.Monke
     assert time.monotonic() - began < 5
 
 
-def test_ctrl_break_stops_the_server_as_other_signals_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_break_stops_the_server_like_other_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "SIGBREAK", 21, raising=False)
     assert stop_signals() == (signal.SIGINT, signal.SIGTERM, 21)
     monkeypatch.delattr(signal, "SIGTERM")

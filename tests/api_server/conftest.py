@@ -31,7 +31,7 @@ def tiny(tiny_members: list[MemberConfig]) -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(scope="session")
 def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
-    """Of a server without a key that offers "tiny", "tiny/chat" and "tiny/base"."""
+    """A client of a server without a key that offers "tiny", "tiny/chat" and "tiny/base"."""
     with serving({"tiny": tiny}) as result:
         yield result
 

@@ -110,7 +110,7 @@ def test_metrics_count_requests_and_answers(client: httpx.Client) -> None:
     assert counted('specfuse_http_requests_total{path="/v1/chat/completions",status="200"}') >= 1
 
 
-def test_while_members_load_health_says_how_far_they_are(tiny_members: list[MemberConfig]) -> None:
+def test_health_reports_loading_progress(tiny_members: list[MemberConfig]) -> None:
     with EnsembleEngine(EnsembleConfig(tiny_members)) as engine:
         models, recorded, on = Models({"tiny": engine}), list[tuple[int, dict[str, str]]](), threading.Event()
         from starlette.testclient import TestClient
@@ -166,7 +166,7 @@ def test_elsewhere_a_key_must_be_set(host: str, monkeypatch: pytest.MonkeyPatch)
     assert ServerSettings(host=host, api_key_env="OTHER_KEY").api_key() == KEY
 
 
-def test_a_key_that_was_named_must_be_there() -> None:
+def test_a_configured_key_must_exist() -> None:
     with pytest.raises(ConfigError, match="NO_SUCH_KEY holds no key"):
         ServerSettings(api_key_env="NO_SUCH_KEY").api_key()
 
@@ -176,7 +176,7 @@ def health(client: httpx.Client, path: str = "/health", **headers: str) -> tuple
     return answer.status_code, answer.json()
 
 
-def test_health_follows_engines_and_lanes_and_live_only_fatal_failures() -> None:
+def test_health_fails_with_an_engine_or_lane_and_liveness_only_with_fatal_failures() -> None:
     first, second = two()
     with FakeEngine(first, second) as engine, serving({"pair": engine}) as client:
         assert health(client) == (200, {"status": "ok", "stage": "ready"})
@@ -191,7 +191,7 @@ def test_health_follows_engines_and_lanes_and_live_only_fatal_failures() -> None
         assert refused.json()["error"]["message"] == "the engine of this model failed: the server's log says why"
 
 
-def test_without_a_key_health_names_nothing() -> None:
+def test_health_without_a_key_names_no_model() -> None:
     first, second = two()
     second.fault = Fault("EOFError", "gone")
     with FakeEngine(first, second) as engine, serving({"pair": engine}, key=KEY) as client:
@@ -200,7 +200,7 @@ def test_without_a_key_health_names_nothing() -> None:
         assert health(client)[1]["stage"] == "without pair/b"
 
 
-def test_while_models_load_the_process_lives_and_is_not_ready() -> None:
+def test_a_loading_server_is_live_and_not_ready() -> None:
     from starlette.testclient import TestClient
 
     models = Models({"one": FakeEngine(*two())})
@@ -226,12 +226,12 @@ def test_a_server_whose_engine_breaks_stops_with_the_reason(monkeypatch: pytest.
         run.serve(config, listening)
 
 
-def test_an_ensemble_is_not_called_as_another_ones_member_is() -> None:
+def test_an_ensemble_must_not_have_the_name_of_a_member_of_another_ensemble() -> None:
     with pytest.raises(ConfigError, match="'t/a' is an ensemble and a member of another one"):
         Models({"t": FakeEngine(*two()), "t/a": FakeEngine(*two())})
 
 
-def test_a_key_of_any_alphabet_is_found_as_it_was_sent() -> None:
+def test_a_key_in_any_alphabet_is_accepted() -> None:
     clients = Clients(ServerSettings(), "schlüssel-钥匙")
     assert clients.find("Bearer schlüssel-钥匙".encode().decode("latin-1")) is not None
     assert clients.find("Bearer schlussel") is None

@@ -15,7 +15,7 @@ NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": 
 
 
 def chunks(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream, which has to end as OpenAI's do."""
+    """The chunks of a stream, which must end as OpenAI's streams do."""
     options = {"model": "tiny", "stream": True, **({"messages": QUESTION} if "chat" in path else {}), **body}
     response = client.post(path, json=options)
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
@@ -58,14 +58,12 @@ def test_a_stream_joined_is_the_whole_answer_with_the_author_of_each_segment(cli
     assert len({chunk["id"] for chunk in result}) == 1
 
 
-def test_a_stream_without_include_usage_has_none(client: httpx.Client) -> None:
+def test_a_stream_without_include_usage_has_no_usage(client: httpx.Client) -> None:
     assert all("usage" not in chunk for chunk in chunks(client))
 
 
 @pytest.mark.parametrize("member", ["chat", "base"])
-def test_a_single_member_is_a_model_that_answers_as_it_does_alone(
-    client: httpx.Client, tiny: EnsembleEngine, member: str
-) -> None:
+def test_a_member_as_a_model_gives_its_own_answers(client: httpx.Client, tiny: EnsembleEngine, member: str) -> None:
     alone = tiny.generate(QUESTION, SamplingParams(max_tokens=12), members=[member])
     assert alone.members == (member,)
     reported = chat(client, model=f"tiny/{member}", max_tokens=12)
@@ -73,7 +71,7 @@ def test_a_single_member_is_a_model_that_answers_as_it_does_alone(
     assert {s["member"] for s in reported["choices"][0]["specfuse"]["segments"]} == {member}
 
 
-def test_several_choices_are_answers_of_seeds_one_after_another(client: httpx.Client) -> None:
+def test_choices_are_the_answers_with_consecutive_seeds(client: httpx.Client) -> None:
     several = chat(client, n=3, temperature=1.0, seed=7, max_tokens=10)
     one_by_one = [chat(client, temperature=1.0, seed=7 + i, max_tokens=10) for i in range(3)]
     texts = [choice["message"]["content"] for choice in several["choices"]]
@@ -86,19 +84,19 @@ def test_several_choices_are_answers_of_seeds_one_after_another(client: httpx.Cl
         assert "".join(pieces) == texts[i]
 
 
-def test_a_temperature_next_to_nothing_is_greedy(client: httpx.Client) -> None:
-    """Logits divided by it would be no numbers any more."""
+def test_a_tiny_temperature_is_greedy(client: httpx.Client) -> None:
+    """Logits divided by such a temperature would be infinite."""
     assert chat(client, temperature=1e-200)["choices"][0]["message"] == chat(client)["choices"][0]["message"]
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: httpx.Client) -> None:
+def test_a_stop_string_ends_the_answer_and_is_removed(client: httpx.Client) -> None:
     text = chat(client, max_tokens=20)["choices"][0]["message"]["content"]
     stopped = chat(client, max_tokens=20, stop=[text[-3:]])["choices"][0]
     assert stopped["message"]["content"] == text[: text.index(text[-3:])]
     assert stopped["finish_reason"] == "stop"
 
 
-def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
+def test_logprobs_belong_to_the_answers_tokens(client: httpx.Client) -> None:
     reported = chat(client, max_tokens=8, logprobs=True)["choices"][0]
     entries = reported["logprobs"]["content"]
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == reported["message"]["content"]
@@ -106,7 +104,7 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
 
 
 def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log-probabilities of a stream; each chunk has the ones of the tokens that end in its text."""
+    """The log-probabilities of a stream; each chunk must have the tokens that end in its text."""
     text, results = "", list[dict[str, Any]]()
     for piece in pieces:
         choice = piece["choices"][0]
@@ -121,19 +119,19 @@ def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("model", ["tiny", "tiny/chat", "tiny/base"])
 @pytest.mark.parametrize("more", [{}, {"stop": ["e "]}, {"temperature": 1.2, "seed": 3}, {"top_logprobs": 2}], ids=str)
-def test_logprobs_come_with_the_chunks_that_they_are_of(client: httpx.Client, model: str, more: dict[str, Any]) -> None:
+def test_each_chunk_has_the_logprobs_of_its_tokens(client: httpx.Client, model: str, more: dict[str, Any]) -> None:
     options = {"model": model, "max_tokens": 60, "logprobs": True, **more}
     pieces, whole = chunks(client, **options), chat(client, **options)["choices"][0]["logprobs"]["content"]
     result = streamed(pieces)
     early = sum(bool(piece["choices"][0]["logprobs"]) for piece in pieces[:-2])
-    assert early > (len(pieces) / 2 if model == "tiny" else 2), "alone, these members write many halves of characters"
-    if model == "tiny":  # alone, these random members write tokens that are none of their text's encoding
+    assert early > (len(pieces) / 2 if model == "tiny" else 2), "single members write many partial characters"
+    if model == "tiny":  # a single random member writes tokens that differ from the encoding of its text
         assert [e["bytes"] for e in result] == [e["bytes"] for e in whole]
         assert [e["logprob"] for e in result] == pytest.approx([e["logprob"] for e in whole], abs=1e-3)
     assert [len(e["top_logprobs"]) for e in result] == [more.get("top_logprobs", 0)] * len(result)
 
 
-def test_the_most_probable_tokens_in_each_place_are_reported(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_the_most_probable_tokens_at_each_position_are_reported(client: httpx.Client, tiny: EnsembleEngine) -> None:
     result = tiny.generate(QUESTION, SamplingParams(max_tokens=8, logprobs=True, top_logprobs=3))
     assert result.logprobs is not None
     expected = [[each.token for each in token.top] for token in result.logprobs]
@@ -149,7 +147,7 @@ def test_the_most_probable_tokens_in_each_place_are_reported(client: httpx.Clien
     assert all(entry["top_logprobs"] == [] for entry in plain)
 
 
-def test_completions_report_them_by_text_with_the_answers_own(client: httpx.Client) -> None:
+def test_completions_report_logprobs_by_text_with_the_answers_own(client: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "Why is the sea salty?", "max_tokens": 8}
 
     def asked(**more: Any) -> Any:
@@ -168,7 +166,7 @@ def test_completions_report_them_by_text_with_the_answers_own(client: httpx.Clie
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_call_fits_its_schema_streamed_and_not(client: httpx.Client, choice: Any) -> None:
+def test_a_forced_call_fits_its_schema_with_and_without_a_stream(client: httpx.Client, choice: Any) -> None:
     tools = [ADD, NOTE] if isinstance(choice, dict) else [ADD]
     reported = chat(client, tools=tools, tool_choice=choice, max_tokens=80)["choices"][0]
     (call,) = reported["message"]["tool_calls"]
@@ -187,7 +185,7 @@ def test_a_forced_call_fits_its_schema_streamed_and_not(client: httpx.Client, ch
     assert "".join(p["function"]["arguments"] for p in pieces) == call["function"]["arguments"]
 
 
-def test_tools_that_may_not_be_called_are_not(client: httpx.Client) -> None:
+def test_tool_choice_none_allows_no_call(client: httpx.Client) -> None:
     none = chat(client, tools=[ADD], tool_choice="none")["choices"][0]
     assert none["message"]["content"] == chat(client)["choices"][0]["message"]["content"]
     assert "tool_calls" not in none["message"]
@@ -198,7 +196,7 @@ def test_tools_that_may_not_be_called_are_not(client: httpx.Client) -> None:
     )
 
 
-def test_parallel_calls_come_one_after_another(client: httpx.Client) -> None:
+def test_parallel_calls_are_sent_in_sequence(client: httpx.Client) -> None:
     body = {
         "tools": [NOTE],
         "tool_choice": "required",
@@ -218,7 +216,7 @@ def test_a_call_and_its_result_are_read_as_turns(client: httpx.Client, tiny: Ens
     assert chat(client, messages=turns)["usage"]["prompt_tokens"] == tiny.count_tokens(named)
 
 
-def test_a_response_format_holds(client: httpx.Client) -> None:
+def test_a_response_format_is_enforced(client: httpx.Client) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT, "strict": True}}
     reported = chat(client, response_format=schema, max_tokens=60)["choices"][0]
     assert 0 <= json.loads(reported["message"]["content"])["a"] <= 9
@@ -233,12 +231,12 @@ def test_a_response_format_holds(client: httpx.Client) -> None:
     assert plain["choices"][0]["message"] == chat(client)["choices"][0]["message"]
 
 
-def test_a_grammar_of_the_engine_holds(client: httpx.Client) -> None:
+def test_a_grammar_of_the_engine_is_enforced(client: httpx.Client) -> None:
     grammar = {"kind": "choice", "source": '["yes", "no"]'}
     assert chat(client, grammar=grammar)["choices"][0]["message"]["content"] in ("yes", "no")
 
 
-def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -> None:
+def test_a_truncated_value_has_the_finish_reason_length(client: httpx.Client) -> None:
     body = {"grammar": {"kind": "lark", "source": "start: /(ab|cd){2000}/"}, "max_tokens": 20}
     reported = chat(client, **body)
     assert reported["choices"][0]["finish_reason"] == "length"
@@ -255,7 +253,7 @@ def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -
 LETTER = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
 
-def test_a_value_and_a_call_that_were_closed_in_time_say_length(client: httpx.Client) -> None:
+def test_a_value_and_a_call_closed_at_the_limit_have_the_finish_reason_length(client: httpx.Client) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "note", "schema": LETTER}}
     value = chat(client, response_format=schema, max_tokens=20)["choices"][0]
     assert value["finish_reason"] == "length"
@@ -274,7 +272,7 @@ def test_reasoning_is_separate_from_the_answer(client: httpx.Client) -> None:
     assert "reasoning_content" not in chat(client)["choices"][0]["message"]
 
 
-def test_fields_of_an_answer_may_come_back_with_it(client: httpx.Client) -> None:
+def test_fields_of_a_response_are_accepted_in_a_history(client: httpx.Client) -> None:
     def reported(call: dict[str, Any], message: dict[str, Any]) -> Any:
         function = {"name": "add", "arguments": "{}", **call}
         turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], **message}
@@ -285,7 +283,7 @@ def test_fields_of_an_answer_may_come_back_with_it(client: httpx.Client) -> None
     assert read == reported({}, {})
 
 
-def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
     fields = {
         "user": "ada",
         "store": False,
@@ -311,7 +309,7 @@ def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngi
         assert "".join(c["choices"][0]["text"] for c in output if c["choices"][0]["index"] == i) == result.text
 
 
-def test_tokens_are_those_of_the_reference_member(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_usage_counts_tokens_of_the_reference_member(client: httpx.Client, tiny: EnsembleEngine) -> None:
     reported = client.post("/tokenize", json={"model": "tiny", "prompt": "The sea"}).json()
     assert reported["tokens"] == tiny.tokenize("The sea")
     base = client.post("/tokenize", json={"model": "tiny/base", "prompt": "The sea"}).json()
@@ -320,7 +318,7 @@ def test_tokens_are_those_of_the_reference_member(client: httpx.Client, tiny: En
     assert counted["count"] == tiny.count_tokens(QUESTION, [ADD])
 
 
-def test_the_record_comes_as_asked_for(client: httpx.Client) -> None:
+def test_the_record_has_the_requested_detail(client: httpx.Client) -> None:
     def record(**extension: Any) -> Any:
         return chat(client, max_tokens=20, specfuse=extension)["choices"][0]["specfuse"].get("record")
 

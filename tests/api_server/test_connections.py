@@ -1,4 +1,4 @@
-"""Connections that are held for nothing are closed: slow heads, slow bodies, unread answers, and too many at once."""
+"""Useless connections are closed: slow heads, slow bodies, unread answers, and connections beyond the limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
 
 
 def opened(client: httpx.Client, *sent: bytes) -> socket.socket:
-    """A connection that has sent these bytes and nothing more; uvicorn keeps one open for five seconds more."""
+    """A connection that has sent only these bytes; uvicorn keeps it open for five more seconds."""
     connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
     for data in sent:
         connection.sendall(data)
@@ -39,7 +39,7 @@ def opened(client: httpx.Client, *sent: bytes) -> socket.socket:
 
 
 def received(connection: socket.socket) -> bytes | None:
-    """All that comes until the server closes; None if it does not."""
+    """All bytes until the server closes the connection; None if it does not."""
     data = b""
     try:
         while part := connection.recv(65536):
@@ -60,13 +60,13 @@ def head(client: httpx.Client, length: int) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_silence_and_half_a_head_are_not_waited_for(client: httpx.Client) -> None:
+def test_silent_connections_and_partial_heads_time_out(client: httpx.Client) -> None:
     for sent in ((), (b"POST /v1/chat",), (b"GET /health HTTP/1.1\r\n",)):
         connection = opened(client, *sent)
         assert received(connection) == b""
 
 
-def test_a_head_that_comes_a_byte_at_a_time_has_no_more_time_than_others(client: httpx.Client) -> None:
+def test_a_slow_head_has_no_extra_time(client: httpx.Client) -> None:
     connection, sent = opened(client), 0
     with suppress(ConnectionError):
         while sent < 100:
@@ -75,14 +75,14 @@ def test_a_head_that_comes_a_byte_at_a_time_has_no_more_time_than_others(client:
     assert 5 < sent < 50
 
 
-def test_half_a_body_is_answered_so(client: httpx.Client) -> None:
+def test_a_partial_body_gets_an_error(client: httpx.Client) -> None:
     answer = received(opened(client, head(client, 100), b"{"))
     assert answer is not None
     assert b" 408 " in answer.split(b"\r\n")[0]
     assert b"did not come within 0.6 seconds" in answer
 
 
-def test_a_body_after_a_refusal_is_not_waited_for(tiny: EnsembleEngine) -> None:
+def test_a_refused_request_is_answered_before_its_body_arrives(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, BOUNDED, key="k") as client:
         connection = opened(client, head(client, 10_000_000), b"{")
         answer = received(connection)
@@ -90,14 +90,14 @@ def test_a_body_after_a_refusal_is_not_waited_for(tiny: EnsembleEngine) -> None:
         assert b" 401 " in answer.split(b"\r\n")[0]
 
 
-def test_kept_connections_live_on_between_requests(client: httpx.Client) -> None:
+def test_idle_connections_stay_open_between_requests(client: httpx.Client) -> None:
     for _ in range(3):
         assert client.get("/health").status_code == 200
         time.sleep(SECONDS / 2)
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_an_answer_that_takes_longer_than_a_connection_may_be_silent_is_given(client: httpx.Client) -> None:
+def test_an_answer_may_take_longer_than_the_idle_timeout(client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 900, "ignore_eos": True})
     assert response.elapsed.total_seconds() > SECONDS
     assert response.json()["choices"][0]["finish_reason"] == "length"
@@ -117,7 +117,7 @@ def test_silent_connections_lock_no_client_out(tiny: EnsembleEngine) -> None:
             connection.close()
 
 
-def test_a_connection_too_many_is_closed_while_all_others_wait_for_answers(tiny: EnsembleEngine) -> None:
+def test_a_connection_beyond_the_limit_is_closed_while_the_others_wait_for_answers(tiny: EnsembleEngine) -> None:
     options = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     raw = json.dumps(options).encode()
     with serving({"tiny": tiny}, ServerSettings(connection_seconds=60, max_connections=3)) as client:
@@ -131,7 +131,7 @@ def test_a_connection_too_many_is_closed_while_all_others_wait_for_answers(tiny:
         until(lambda: _answers(lambda: client.get("/health")))
 
 
-def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
+def test_an_unread_stream_stops_its_answer_without_an_error_report(
     tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
@@ -140,7 +140,7 @@ def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
     def spied(self: GrowingAnswer) -> dict[str, str]:
         drawn.append(1)
         reported = plainly(self)
-        return {**reported, "padding": "x" * 200_000}  # so that what the system buffers is soon full
+        return {**reported, "padding": "x" * 200_000}  # fills the buffers of the operating system quickly
 
     monkeypatch.setattr(GrowingAnswer, "report", spied)
     options = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "specfuse": {"report": True}}
@@ -164,12 +164,12 @@ def _answers(work: Callable[[], httpx.Response]) -> bool:
 
 
 def test_line_ends_of_other_alphabets_are_text_to_the_client() -> None:
-    reported = {"text": "one\u2028two\u2029three\x85four"}
-    sent = line(reported)
+    body = {"text": "one\u2028two\u2029three\x85four"}
+    sent = line(body)
     assert sent.decode().splitlines() == [*sent.decode().rstrip("\n").split("\n"), ""]
-    raw = b"data: " + json.dumps(reported, ensure_ascii=False).encode() + b"\r\n\n"
+    raw = b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\r\n\n"
     for whole in (sent, raw):
         lines = _Lines()
         results = [each for n in range(len(whole)) for each in lines.take(whole[n : n + 1])]
         assert len(results) == 2
-        assert json.loads(results[0].removeprefix("data: ")) == reported
+        assert json.loads(results[0].removeprefix("data: ")) == body

@@ -11,7 +11,7 @@ from tests.support.against_naive import EngineOver
 from tests.support.serving import serving
 
 
-def test_more_tokens_than_the_context_holds_mean_the_same_through_every_interface(tiny: EnsembleEngine) -> None:
+def test_max_tokens_beyond_the_context_means_the_same_through_every_interface(tiny: EnsembleEngine) -> None:
     """The engine, LangChain, LlamaIndex and the server's three paths all answer up to the end of the context."""
     with EngineOver(tiny, replace(tiny.config, first_segment_tokens=5)) as engine:
         max_tokens, stop = 100_000, ["e", "a", " "]

@@ -39,7 +39,7 @@ def idle(engine: EnsembleEngine) -> bool:
 def test_a_client_that_leaves_a_stream_stops_the_compute(client: httpx.Client, tiny: EnsembleEngine) -> None:
     cancelled = tiny.metrics().requests["cancelled"]
     with client.stream("POST", CHAT, json={**LONG, "stream": True}) as response:
-        lines = response.iter_lines()  # kept: without it the stream is closed
+        lines = response.iter_lines()  # the reference keeps the stream open
         next(lines)
         assert tiny.metrics().running == 1
     until(lambda: idle(tiny), 5)
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_before_the_answer_stops_the_compute(
 
 
 def test_slow_readers_do_not_slow_the_others(client: httpx.Client, tiny: EnsembleEngine) -> None:
-    """They ask for much, and read nothing of it until the others have been answered."""
+    """The slow clients request long answers, and read nothing until the other clients have their answers."""
     until(lambda: idle(tiny))
     body = {**LONG, "max_tokens": 600, "stream": True, "specfuse": {"ledger": "full", "events": True}}
     with client.stream("POST", CHAT, json=body) as slow, client.stream("POST", CHAT, json=body) as slower:
@@ -75,16 +75,18 @@ def test_slow_readers_do_not_slow_the_others(client: httpx.Client, tiny: Ensembl
     assert min(map(len, read)) > 100_000
 
 
-def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx.Client, tiny: EnsembleEngine) -> None:
-    """60 at once; afterwards nothing of them is left: no answer, no cache, no thread, no socket."""
+def test_each_of_many_clients_gets_its_own_answer_although_a_third_disconnect(
+    client: httpx.Client, tiny: EnsembleEngine
+) -> None:
+    """60 concurrent clients; afterwards no answer, cache, thread or socket of them remains."""
     until(lambda: idle(tiny))
     words = ["sea", "moon", "tide", "salt", "fish", "cat", "dog", "sun"]
-    expected = {w: tiny.generate(f"Tell of the {w}", SamplingParams(max_tokens=12)).text for w in words}
+    expected = {w: tiny.generate(f"Describe the {w}", SamplingParams(max_tokens=12)).text for w in words}
     process, chance = psutil.Process(), random.Random(5)
     requests = [(words[i % len(words)], chance.random() < 1 / 3) for i in range(60)]
 
     async def ask(http: httpx.AsyncClient, word: str, leaves: bool) -> str | None:
-        turns = [{"role": "user", "content": f"Tell of the {word}"}]
+        turns = [{"role": "user", "content": f"Describe the {word}"}]
         body = {"model": "tiny", "messages": turns, "max_tokens": 12, "stream": True}
         text = ""
         async with http.stream("POST", CHAT, json={**body, "max_tokens": 600} if leaves else body) as response:
@@ -138,15 +140,15 @@ def test_a_server_that_is_stopped_lets_answers_finish(tiny_members: list[MemberC
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_says_nothing_on_stderr(tiny_members: list[MemberConfig], number: signal.Signals) -> None:
-    """Nor do the libraries of grammars and tokenizers, when the process ends."""
+def test_a_stopped_server_prints_nothing_on_stderr(tiny_members: list[MemberConfig], number: signal.Signals) -> None:
+    """The libraries of grammars and tokenizers print nothing either when the process ends."""
     with command("--member", tiny_members[0].model, SPECFUSE_API_KEY="") as (process, address):
         until(lambda: ready(address), 60)
         grammar = {"kind": "choice", "source": '["yes", "no"]'}
         body = {"model": "chat", "messages": QUESTION, "grammar": grammar}
         answer = httpx.post(address + CHAT, json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
-        line_of(process, process.stderr, "POST /v1/chat/completions 200")  # after lines of libraries that were loaded
+        line_of(process, process.stderr, "POST /v1/chat/completions 200")  # skips the libraries' own lines
         process.send_signal(number)
         assert process.wait(20) == 0
         text = process.stderr.read() if process.stderr else ""

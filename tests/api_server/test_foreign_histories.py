@@ -23,16 +23,16 @@ PLAIN = [
     {"role": "assistant", "content": "Half past twelve."},
     {"role": "user", "content": "Thanks."},
 ]
-USER, ASKING, _, SAID, LAST = PLAIN
+USER, ASKING, _, REPLY, LAST = PLAIN
 
 
-def history(asking: dict[str, Any] | None = None, result: Any = None, said: Any = None, user: Any = None) -> list[Any]:
-    """The conversation with some of its turns as others write them."""
+def history(asking: dict[str, Any] | None = None, result: Any = None, reply: Any = None, user: Any = None) -> list[Any]:
+    """The conversation with some turns in the form of other software."""
     return [
         {**USER, **(user or {})},
         {**ASKING, **(asking or {})},
         {**RESULT, **(result or {})},
-        {**SAID, **(said or {})},
+        {**REPLY, **(reply or {})},
         LAST,
     ]
 
@@ -44,7 +44,7 @@ def calling(**more: Any) -> dict[str, Any]:
 SAME = {
     "openai's sdk, dumped whole": history(
         {"refusal": None, "annotations": [], "audio": None, "function_call": None, "parsed": None},
-        said={"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+        reply={"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None},
     ),
     "openai's sdk, parsed": history(
         {
@@ -60,7 +60,7 @@ SAME = {
         USER,
         {"role": "assistant", "content": "I look.", "function_call": CALL["function"]},
         {"role": "function", "name": "clock", "content": "12:30"},
-        SAID,
+        REPLY,
         LAST,
     ],
     "litellm, anthropic's reasoning": history(
@@ -69,7 +69,7 @@ SAME = {
             "reasoning_content": "A clock.",
             "provider_specific_fields": {"citations": None, "thinking_blocks": []},
         },
-        said={"provider_specific_fields": None, "images": []},
+        reply={"provider_specific_fields": None, "images": []},
     ),
     "litellm, calls with an index": history(calling(index=0, provider_specific_fields={"thought_signature": "c2ln"})),
     "litellm, a user's cache mark": history(user={"cache_control": {"type": "ephemeral"}, "name": None}),
@@ -79,7 +79,7 @@ SAME = {
             "reasoning_details": [{"type": "reasoning.text", "text": "A clock.", "format": "x-v1", "index": 0}],
             "native_finish_reason": "tool_calls",
         },
-        said={"reasoning": None, "reasoning_details": [], "images": None},
+        reply={"reasoning": None, "reasoning_details": [], "images": None},
     ),
     "gemini's signatures": history(
         {
@@ -124,12 +124,12 @@ SAME = {
         {"id": "run-1", "response_metadata": {}}, {"id": "t", "artifact": None, "status": "success"}
     ),
     "llamaindex's extra fields": history({"additional_kwargs": {}}, {"additional_kwargs": {"is_error": False}}),
-    "numbers as ids": [USER, {**ASKING, **calling(id=7)}, {**RESULT, "tool_call_id": 7}, SAID, LAST],
+    "numbers as ids": [USER, {**ASKING, **calling(id=7)}, {**RESULT, "tool_call_id": 7}, REPLY, LAST],
     "a call that was cut off before its name": history(
         {"tool_calls": [CALL, {"id": "c", "function": {"name": None}}, None]}
     ),
 }
-"""Of one conversation."""
+"""Histories of one conversation."""
 
 
 def tokens(client: httpx.Client, messages: list[Any]) -> int:
@@ -139,7 +139,7 @@ def tokens(client: httpx.Client, messages: list[Any]) -> int:
     return count
 
 
-def test_earlier_turns_of_others_are_the_same_conversation(client: httpx.Client) -> None:
+def test_chat_histories_of_other_software_mean_the_same_conversation(client: httpx.Client) -> None:
     expected = tokens(client, PLAIN)
     broken = {}
     for name, messages in SAME.items():
@@ -150,7 +150,7 @@ def test_earlier_turns_of_others_are_the_same_conversation(client: httpx.Client)
 
 
 @pytest.mark.parametrize("name", ["litellm, anthropic's reasoning", "gemini's signatures", "anthropic's blocks"])
-def test_they_are_answered(client: httpx.Client, tiny: EnsembleEngine, name: str) -> None:
+def test_chat_histories_of_other_software_are_answered(client: httpx.Client, tiny: EnsembleEngine, name: str) -> None:
     options = {"model": "tiny", "max_tokens": 4, "messages": SAME[name]}
     reply = client.post("/v1/chat/completions", json=options)
     assert reply.status_code == 200, reply.text
@@ -169,10 +169,8 @@ def test_a_malformed_call_does_not_end_a_conversation(client: httpx.Client, argu
         [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "clock"}}]}, RESULT],
     )
     called = {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": arguments}
-    reported = {"type": "function_call_output", "call_id": "call_1", "output": "no JSON"}
-    reply = client.post(
-        "/v1/responses", json={"model": "tiny", "input": [USER, called, reported], "max_output_tokens": 4}
-    )
+    item = {"type": "function_call_output", "call_id": "call_1", "output": "no JSON"}
+    reply = client.post("/v1/responses", json={"model": "tiny", "input": [USER, called, item], "max_output_tokens": 4})
     assert reply.status_code == 200, reply.text
 
 
@@ -207,7 +205,7 @@ def test_a_file_in_a_result_is_named(client: httpx.Client, text: str) -> None:
         "/v1/chat/completions",
         json={"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [block]}]},
     )
-    assert (reply.status_code, "text only" in reply.text) == (400, True), "what a user shows is not passed over"
+    assert (reply.status_code, "text only" in reply.text) == (400, True), "warnings that a user enables are not skipped"
 
 
 ITEMS: list[dict[str, Any]] = [
@@ -243,13 +241,15 @@ ITEMS: list[dict[str, Any]] = [
 ]
 
 
-def test_items_of_others_are_the_same_conversation(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_response_items_of_other_software_mean_the_same_conversation(
+    client: httpx.Client, tiny: EnsembleEngine
+) -> None:
     reply = client.post("/v1/responses", json={"model": "tiny", "input": ITEMS, "max_output_tokens": 4})
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["input_tokens"] == tiny.count_tokens(PLAIN)
 
 
-def test_a_custom_tools_call_has_its_input(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_the_call_of_a_custom_tool_has_its_input(client: httpx.Client, tiny: EnsembleEngine) -> None:
     custom = {"id": "call_1", "type": "custom", "custom": {"name": "run", "input": "print(1)"}}
     turns = [USER, {"role": "assistant", "content": "", "tool_calls": [custom]}, RESULT]
     named = {**CALL, "function": {"name": "run", "arguments": {"input": "print(1)"}}}

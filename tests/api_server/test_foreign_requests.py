@@ -40,7 +40,7 @@ def test_only_allowed_tools_are_called(client: httpx.Client, name: str) -> None:
     assert reported["tool_choice"] == flat("required", name)
 
 
-def test_allowed_tools_may_be_left_alone_and_must_be_offered(client: httpx.Client) -> None:
+def test_allowed_tools_need_not_be_called_and_must_be_offered(client: httpx.Client) -> None:
     options = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 4}
     reply = client.post("/v1/chat/completions", json={**options, "tool_choice": allowed("auto", "clock", "bell")})
     assert reply.status_code == 200, reply.text
@@ -51,7 +51,7 @@ def test_allowed_tools_may_be_left_alone_and_must_be_offered(client: httpx.Clien
     assert reply.status_code == 400, reply.text
 
 
-def test_the_sdk_may_allow_some_tools(sdk: openai.OpenAI) -> None:
+def test_the_sdk_can_restrict_the_allowed_tools(sdk: openai.OpenAI) -> None:
     choice: Any = allowed("required", "bell", "lamp")
     reply = sdk.chat.completions.create(
         model="tiny",
@@ -77,10 +77,8 @@ def test_the_sdk_may_allow_some_tools(sdk: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_tokens_are_counted_before_they_are_asked(
-    sdk: openai.OpenAI, client: httpx.Client, more: dict[str, Any]
-) -> None:
-    """Pydantic AI does so, to stay under a limit."""
+def test_the_sdk_counts_tokens_before_a_request(sdk: openai.OpenAI, client: httpx.Client, more: dict[str, Any]) -> None:
+    """Pydantic AI does this to stay under a limit."""
     reported = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)
     assert reported.object == "response.input_tokens"
     options = {"model": "tiny", "input": QUESTION, "max_output_tokens": 40, **more}
@@ -93,11 +91,13 @@ def test_a_count_of_an_impossible_request_is_refused(client: httpx.Client) -> No
     assert client.get("/v1/responses/input_tokens").status_code in (404, 405)
 
 
-# what LiteLLM looks for in the lowered text of an error, to raise its ContextWindowExceededError
+# LiteLLM raises ContextWindowExceededError if the lower-case text of an error contains this
 LOOKED_FOR = "this model's maximum context length is"
 
 
-def test_a_prompt_that_is_too_long_is_known_by_its_words(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_the_error_of_a_too_long_prompt_has_the_words_that_clients_match(
+    client: httpx.Client, tiny: EnsembleEngine
+) -> None:
     options = {"model": "tiny", "messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 4}
     error = client.post("/v1/chat/completions", json=options).json()["error"]
     assert error["code"] == "context_length_exceeded"

@@ -52,11 +52,11 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
             return client.post("/v1/chat/completions", json=body, headers=bearer(key))
 
         assert ask("nobody's").status_code == 401
-        assert client.get("/v1/models").status_code == 401, "named clients leave no door open"
+        assert client.get("/v1/models").status_code == 401, "with named clients, no request is anonymous"
         with client.stream(
             "POST", "/v1/chat/completions", json={**LONG, "stream": True}, headers=bearer("ann's")
         ) as stream:
-            lines = stream.iter_lines()  # kept: without it the stream is closed
+            lines = stream.iter_lines()  # the reference keeps the stream open
             next(lines)
             refused = ask("ann's")
             assert refused.status_code == 429
@@ -69,7 +69,7 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
         assert ask("ann's").status_code == 200
 
 
-def test_the_limit_of_concurrent_requests_holds(tiny: EnsembleEngine) -> None:
+def test_concurrent_requests_beyond_the_limit_are_refused(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, ServerSettings(max_requests=2)) as client:
         statuses: list[int] = []
 
@@ -119,7 +119,7 @@ def test_answers_beyond_a_clients_limit_wait(tiny: EnsembleEngine, monkeypatch: 
         assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("ann's")).status_code == 200
 
 
-def test_a_timeout_counts_the_wait_for_a_place(tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_includes_the_time_in_the_queue(tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANNS_KEY", "ann's")
     timeouts: list[float] = []
     plainly = tiny.astream
@@ -137,7 +137,7 @@ def test_a_timeout_counts_the_wait_for_a_place(tiny: EnsembleEngine, monkeypatch
     assert 60 >= timeouts[0] > timeouts[1] + 0.01 > timeouts[2] + 0.02
 
 
-def test_large_bodies_of_a_client_wait_for_its_own(
+def test_large_bodies_of_a_client_wait_only_for_its_other_large_bodies(
     tiny: EnsembleEngine, clients: dict[str, ClientSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rest = 3.0
@@ -197,7 +197,7 @@ def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSetting
         ('max_requests = "many"', "must be a whole number"),
     ],
 )
-def test_a_client_that_cannot_be_is_named(tmp_path: Path, table: str, says: str) -> None:
+def test_an_invalid_client_is_named(tmp_path: Path, table: str, says: str) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(f'[ensembles.demo]\nmembers = "demo"\n[clients.ann]\n{table}\n')
     with pytest.raises(ConfigError, match=says):

@@ -1,4 +1,4 @@
-"""Clients of others: OpenAI's SDK, ChatOpenAI, OpenAILike and the chat tests of llm-comply, as they come."""
+"""Unmodified third-party clients: OpenAI's SDK, ChatOpenAI, OpenAILike and the chat tests of llm-comply."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_sdk_raises_its_own_errors_and_marks_a_cut_value(sdk: openai.OpenAI,
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # langchain-openai's, about how it parses values itself
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a warning of langchain-openai about its parsing of values
 class TestChatOpenAI(ByTheDemo, ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _use_the_server(self, demo: httpx.Client) -> None:
@@ -196,13 +196,13 @@ async def test_openailike_runs_a_function_agent_as_our_own_llm_does_in_process(d
 # ── llm-comply ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.slow  # over the demo: arguments of a call that members never end are cut, and say so
+@pytest.mark.slow  # with the demo: unfinished arguments of a call are truncated and reported
 def test_the_chat_tests_of_llm_comply_pass_but_the_one_with_an_image(demo_engine: EnsembleEngine) -> None:
     program = str(Path(sys.executable).with_name("llm-comply"))
     with serving({"demo": demo_engine}, max_tokens=256) as client:
         at = ["--base-url", f"{client.base_url}/v1", "--api-key", "none", "--model", "demo"]
-        requests = [program, "--format", "openai-chat", *at, "--json"]
-        done = subprocess.run(requests, capture_output=True, text=True, timeout=300, check=False)
+        command = [program, "--format", "openai-chat", *at, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     by_status: dict[str, list[str]] = {}
     for result in json.loads(done.stdout)["results"]:
         by_status.setdefault(result["status"], []).append(result["id"])

@@ -1,4 +1,4 @@
-"""Clients of others at the Responses API: OpenAI's SDK, ChatOpenAI and LlamaIndex's OpenAIResponses, as they come."""
+"""Unmodified third-party clients of the Responses API: OpenAI's SDK, ChatOpenAI and LlamaIndex's OpenAIResponses."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_chatopenai_answers_calls_and_keeps_to_schemas(address: str) -> None:
     assert isinstance(total, AIMessageChunk)
     assert total.tool_calls[0]["args"] == called.tool_calls[0]["args"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # langchain-openai's, about how it parses values itself
+        warnings.simplefilter("ignore", UserWarning)  # a warning of langchain-openai about its parsing of values
         value = model.with_structured_output(Digit, method="json_schema").invoke(QUESTION)
         streamed = list(model.with_structured_output(Digit, method="json_schema").stream(QUESTION))
     assert isinstance(value, Digit)
@@ -148,7 +148,7 @@ def test_chatopenai_answers_calls_and_keeps_to_schemas(address: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # langchain-openai's, about how it parses values itself
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a warning of langchain-openai about its parsing of values
 class TestChatOpenAI(ByTheDemo, ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _use_the_server(self, demo: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Clients of our own: behind a server they give what they give in this process, and raise what they raise there."""
+"""Our own clients: with a server they give the same results and errors as in this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def remote(client: httpx.Client) -> RemoteEngine:
     return RemoteEngine(str(client.base_url))
 
 
-def reported(events: list[Event]) -> Any:
+def comparable(events: list[Event]) -> Any:
     from dataclasses import asdict
 
     return [(type(event).__name__, untimed(asdict(event))) for event in events]
@@ -71,23 +71,23 @@ def reported(events: list[Event]) -> Any:
         {"grammar": Grammar.choice(["yes", "no"])},
     ],
 )
-def test_the_events_are_those_of_the_engine(
+def test_a_remote_model_streams_the_engines_events(
     remote: RemoteEngine, tiny: EnsembleEngine, settings: dict[str, Any]
 ) -> None:
     params = SamplingParams(**settings)
     here, there = list(tiny.stream(TURNS, params)), list(remote.stream(TURNS, params))
-    assert reported(here) == reported(there)
+    assert comparable(here) == comparable(there)
     assert isinstance(there[-1], FinishEvent)
     assert there[-1].result.to_html()
 
     async def all_of_them() -> list[Event]:
         return [event async for event in remote.astream(TURNS, params)]
 
-    assert reported(asyncio.run(all_of_them())) == reported(here)
+    assert comparable(asyncio.run(all_of_them())) == comparable(here)
     assert remote.generate(TURNS, params).text == tiny.generate(TURNS, params).text
 
 
-def test_tokens_and_limits_are_those_of_the_engine(remote: RemoteEngine, tiny: EnsembleEngine) -> None:
+def test_a_remote_model_has_the_engines_tokens_and_limits(remote: RemoteEngine, tiny: EnsembleEngine) -> None:
     assert remote.tokenize("The sea") == tiny.tokenize("The sea")
     assert remote.count_tokens(TURNS) == tiny.count_tokens(TURNS)
     assert remote.load().context_limit == tiny.context_limit
@@ -103,7 +103,7 @@ def test_tokens_and_limits_are_those_of_the_engine(remote: RemoteEngine, tiny: E
         ("Hi", {"max_tokens": 3, "grammar": Grammar.regex("[a-c]{40}")}, {}, ValueTooLongError),
     ],
 )
-def test_errors_are_those_of_the_engine(
+def test_a_remote_model_raises_the_engines_errors(
     remote: RemoteEngine, tiny: EnsembleEngine, messages: str, settings: Any, options: Any, kind: type[SpecFuseError]
 ) -> None:
     raised = []
@@ -118,7 +118,7 @@ def test_errors_are_those_of_the_engine(
         assert vars(here) == vars(there)
 
 
-def test_a_value_that_is_cut_is_the_same_error_with_its_beginning(remote: RemoteEngine, tiny: EnsembleEngine) -> None:
+def test_a_truncated_value_raises_the_same_error_with_its_beginning(remote: RemoteEngine, tiny: EnsembleEngine) -> None:
     grammar = Grammar.lark("start: /(ab|cd){2000}/")
     params = SamplingParams(max_tokens=20, grammar=grammar)
     raised = []
@@ -158,7 +158,7 @@ def test_closing_or_dropping_a_stream_stops_the_compute(remote: RemoteEngine, ti
     until(lambda: tiny.metrics().running == 0, 5)
 
 
-def test_a_server_that_is_not_there_a_wrong_key_and_an_unknown_model_are_named(tiny: EnsembleEngine) -> None:
+def test_a_missing_server_a_wrong_key_and_an_unknown_model_are_named(tiny: EnsembleEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(EngineClosedError, match=r"no server answers at .* correct base_url"):
@@ -175,7 +175,7 @@ def test_a_server_that_is_not_there_a_wrong_key_and_an_unknown_model_are_named(t
             RemoteEngine(str(client.base_url), "none", "right").generate("Hi")
 
 
-def test_options_that_no_request_can_hold_are_refused_as_by_the_engine(tiny: EnsembleEngine, monkeypatch: Any) -> None:
+def test_options_that_no_request_can_carry_are_refused_as_by_the_engine(tiny: EnsembleEngine, monkeypatch: Any) -> None:
     schema = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": float("nan")}}}}
     with serving({"tiny": tiny}, key="right") as client:
         with pytest.raises(AuthenticationError):
@@ -193,7 +193,7 @@ def test_options_that_no_request_can_hold_are_refused_as_by_the_engine(tiny: Ens
         RemoteEngine("http://127.0.0.1:8000", api_key="a\nb")
 
 
-def test_a_server_that_goes_away_while_it_answers_is_an_error_with_the_text_so_far(
+def test_a_server_that_stops_during_an_answer_raises_an_error_with_the_text_so_far(
     tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "LAST_WORDS_SECONDS", 0)
@@ -211,7 +211,7 @@ def test_a_server_that_goes_away_while_it_answers_is_an_error_with_the_text_so_f
 
 @pytest.fixture(scope="module")
 def chats(client: httpx.Client, tiny: EnsembleEngine) -> list[ChatSpecFuse]:
-    """Here, and behind the server."""
+    """A local chat model, and one that uses the server."""
     return [
         ChatSpecFuse(engine=tiny, max_tokens=20, model="tiny", ensembles={"tiny": tiny.config}, ledger="full"),
         ChatSpecFuse(base_url=str(client.base_url), model="tiny", max_tokens=20, ledger="full"),
@@ -230,7 +230,7 @@ def test_langchain_streams_the_same_chunks_with_the_same_provenance(chats: list[
     assert [untimed(c.model_dump()) for c in asyncio.run(all_of_them(chats[1]))] == there
 
 
-def test_langchain_calls_tools_and_writes_values_there_too(chats: list[ChatSpecFuse]) -> None:
+def test_langchain_calls_tools_and_writes_values_on_a_server(chats: list[ChatSpecFuse]) -> None:
     for chat in chats:
         assert 0 <= chat.with_structured_output(Digit).invoke("A digit", max_tokens=60).a <= 9
         (call,) = chat.bind_tools([Digit], tool_choice="any").invoke("A digit", max_tokens=80).tool_calls
@@ -241,7 +241,7 @@ def test_langchain_calls_tools_and_writes_values_there_too(chats: list[ChatSpecF
     assert [m.text for m in chats[1].batch(["a", "b", "c"])] == [m.text for m in chats[0].batch(["a", "b", "c"])]
 
 
-def test_langchains_errors_are_its_own_there_too(chats: list[ChatSpecFuse], client: httpx.Client) -> None:
+def test_errors_from_a_server_are_langchains_own(chats: list[ChatSpecFuse], client: httpx.Client) -> None:
     with pytest.raises(of_langchain.PromptTooLongError):
         chats[1].invoke("sea " * 5000)
     with pytest.raises(of_langchain.UnknownModelError):
@@ -251,12 +251,12 @@ def test_langchains_errors_are_its_own_there_too(chats: list[ChatSpecFuse], clie
     assert chats[1].invoke("Hi", model="tiny/base").response_metadata["specfuse"]["members"] == ["base"]
 
 
-def test_a_call_to_some_members_only_is_refused_before_it_is_sent(remote: RemoteEngine) -> None:
+def test_a_call_to_a_subset_of_members_is_refused_before_it_is_sent(remote: RemoteEngine) -> None:
     with pytest.raises(ConfigError, match="name one of its models"):
         remote.generate("Hi", members=["base"])
 
 
-def test_a_client_keeps_its_key_to_itself(client: httpx.Client) -> None:
+def test_a_clients_key_is_in_no_repr_or_dump(client: httpx.Client) -> None:
     for kind in (ChatSpecFuse, SpecFuseLLM):
         model = kind(base_url=str(client.base_url), api_key="very-secret", max_tokens=4)
         assert "very-secret" not in repr(model) + str(model) + str(model.model_dump()) + repr(model._resolve_engine())
@@ -266,7 +266,7 @@ def test_a_client_keeps_its_key_to_itself(client: httpx.Client) -> None:
     assert ChatSpecFuse(base_url="https://x", api_key="k")._remote()._api_key == "k"
 
 
-def test_a_model_is_here_or_there(tiny: EnsembleEngine) -> None:
+def test_a_model_is_local_or_remote(tiny: EnsembleEngine) -> None:
     with pytest.raises(ConfigError, match="give one of"):
         ChatSpecFuse(members=["no/one"], base_url="http://x")
     with pytest.raises(ConfigError, match="base_url"):
@@ -298,18 +298,16 @@ def test_llamaindex_gives_the_same_responses_with_the_same_provenance(
     assert QUESTION
 
 
-def test_an_option_that_no_call_takes_is_refused_here_as_there(
-    remote: RemoteEngine, tiny_engine: EnsembleEngine
-) -> None:
+def test_an_unknown_option_is_refused_locally_and_remotely(remote: RemoteEngine, tiny_engine: EnsembleEngine) -> None:
     for engine in (remote, tiny_engine):
         with pytest.raises(ConfigError, match="no setting 'timout': did you mean 'timeout'"):
             engine.generate("Hi.", timout=5)  # type: ignore[call-arg]
 
 
-def test_openai_s_turns_with_tools_are_the_same_prompt_here_and_there(
+def test_openais_tool_turns_give_the_same_prompt_locally_and_remotely(
     remote: RemoteEngine, tiny_engine: EnsembleEngine
 ) -> None:
-    """OpenAI's tool turns have no name, but members without a place for tools read one."""
+    """OpenAI's tool turns have no name, but templates without tools need one."""
     function = {"name": "get_weather", "arguments": "{}"}
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "How warm is it?"},
@@ -321,7 +319,7 @@ def test_openai_s_turns_with_tools_are_the_same_prompt_here_and_there(
     assert len(counts) == 1
 
 
-def test_a_required_call_is_asked_for_in_openai_s_word(tiny_engine: EnsembleEngine) -> None:
+def test_a_required_call_uses_openais_keyword(tiny_engine: EnsembleEngine) -> None:
     now = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
     result = tiny_engine.generate("Hi.", SamplingParams(max_tokens=60), tools=[now], tool_choice="required")
     assert result.text.startswith("<tool_call>")

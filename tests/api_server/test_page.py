@@ -50,7 +50,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cl
 
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """`opened(client, **context)` → the page; afterwards nothing was complained of or fetched from elsewhere."""
+    """`opened(client, **context)` → the page; afterwards its console must be empty, with no request to another host."""
     complaints: list[str] = []
     elsewhere: list[str] = []
     contexts = []
@@ -84,7 +84,7 @@ def ask(page: Page, question: str = "Why is the sea salty?", tokens: int = 24) -
     page.click("#send")
 
 
-def test_an_answer_grows_while_it_is_written(
+def test_the_page_shows_an_answer_as_it_is_generated(
     opened: Callable[..., Page], endless: tuple[httpx.Client, EnsembleEngine]
 ) -> None:
     page = opened(endless[0])
@@ -249,13 +249,13 @@ def test_the_page_shows_loading_and_readiness(
         models, begun, go_on = Models({"two": engine}), threading.Event(), threading.Event()
         observe = models._observe
 
-        def held(ensemble: str, progress: LoadProgress) -> None:
+        def hold(ensemble: str, progress: LoadProgress) -> None:
             observe(ensemble, progress)
             if progress.stage == "reading the weights":
                 begun.set()
                 go_on.wait(30)
 
-        monkeypatch.setattr(models, "_observe", held)
+        monkeypatch.setattr(models, "_observe", hold)
         with serving(models) as client:
             thread = threading.Thread(target=models.load)
             thread.start()
@@ -269,7 +269,7 @@ def test_the_page_shows_loading_and_readiness(
             expect(page.locator("#status")).to_have_text("Finished")
 
 
-def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tiny: EnsembleEngine) -> None:
+def test_the_page_asks_for_a_key_if_the_server_needs_one(opened: Callable[..., Page], tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, key="open sesame") as client:
         page = opened(client, "A key is needed")
         page.fill("#key", "open sesame")
@@ -279,7 +279,7 @@ def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tin
         expect(page.locator("#status")).to_have_text("Finished")
 
 
-def test_where_members_differ_is_listed_once_the_answer_is_over(
+def test_differences_between_members_are_listed_after_the_answer(
     opened: Callable[..., Page], client: httpx.Client, tiny: EnsembleEngine
 ) -> None:
     page = opened(client)
@@ -319,7 +319,7 @@ def columns(page: Page) -> list[str]:
     return page.locator("#beside article p:not(.problem)").all_text_contents()
 
 
-def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_each_members_answer_is_shown_next_to_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     ask_each(page)
     expect(page.locator("#status")).to_have_text("Finished")
@@ -375,7 +375,7 @@ def test_stopping_stops_every_member(opened: Callable[..., Page], endless: tuple
     assert page.locator("#beside .problem:visible").all_text_contents() == ["Stopped", "Stopped"]
 
 
-def test_a_member_that_fails_alone_says_so_in_its_column(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_the_column_of_a_failed_member_shows_the_error(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     page.route(
         "**/v1/chat/completions",

@@ -59,7 +59,7 @@ sys.stderr.write(json.dumps([own.memory_info().rss, [f.path for f in own.memory_
 """
 
 
-def reported(process: subprocess.Popen[str]) -> tuple[dict[str, Any], int, list[str]]:
+def output_of(process: subprocess.Popen[str]) -> tuple[dict[str, Any], int, list[str]]:
     """The output of a program, its memory in bytes, and the files that it had mapped."""
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
@@ -82,10 +82,10 @@ def test_two_programs_share_the_weights_of_one_server(
 ) -> None:
     address, server = served
     before = server.memory_info().rss
-    requests = [[sys.executable, "-c", script + MEASURE, address] for script in (LANGCHAIN, LLAMAINDEX)]
+    commands = [[sys.executable, "-c", script + MEASURE, address] for script in (LANGCHAIN, LLAMAINDEX)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(each, cwd=Path(__file__).parents[2], **pipes) for each in requests]
-    outcomes = [reported(process) for process in both]
+    both = [subprocess.Popen(each, cwd=Path(__file__).parents[2], **pipes) for each in commands]
+    outcomes = [output_of(process) for process in both]
     after = server.memory_info().rss
     members = httpx.get(f"{address}/v1/models").json()["data"][0]["specfuse"]["members"]
     for answer, size, maps in outcomes:

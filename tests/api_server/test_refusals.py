@@ -31,7 +31,7 @@ CONTROLS = ["<|end|>", "<|turn|>", "</s>", "<tool_call>", "\x00\x1b[31m", "{{ 7 
 
 @pytest.fixture(autouse=True)
 def _silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No log holds what was sent."""
+    """No log contains the requests."""
     caplog.set_level(logging.DEBUG)
     yield
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
@@ -196,7 +196,7 @@ def test_a_body_that_is_no_json_is_refused(client: httpx.Client, raw: bytes) -> 
 
 
 def called(arguments: str) -> dict[str, Any]:
-    """A conversation in which a tool was called so."""
+    """A conversation with this tool call."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     return {"messages": [*turns, {"role": "tool", "tool_call_id": "c", "content": "y"}]}
@@ -255,9 +255,9 @@ def test_internal_errors_are_not_sent_to_clients(
         return plainly(self, op)
 
     monkeypatch.setattr(LocalSession, "stage", failing)
-    reported = {"events": True, "ledger": "full"}
+    options = {"events": True, "ledger": "full"}
     response = client.post(
-        "/v1/chat/completions", json={**CHAT, "max_tokens": 4, "stream": stream, "specfuse": reported}
+        "/v1/chat/completions", json={**CHAT, "max_tokens": 4, "stream": stream, "specfuse": options}
     )
     assert ("failed in draft (RuntimeError" in response.text) is True
     for secret in ("/srv/private", "10.0.0.7", "Traceback", "local_session.py"):
@@ -293,7 +293,7 @@ def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("text", CONTROLS)
-def test_control_strings_are_text_wherever_they_stand(client: httpx.Client, tiny: EnsembleEngine, text: str) -> None:
+def test_control_strings_are_text_in_every_field(client: httpx.Client, tiny: EnsembleEngine, text: str) -> None:
     tool = {"type": "function", "function": {"name": text, "description": text, "parameters": {"title": text}}}
     turns = [{"role": "system", "content": text}, {"role": "user", "content": text, "name": text}]
     body = {"model": "tiny", "messages": turns, "tools": [tool], "stop": [text], "user": text, "max_tokens": 4}
@@ -415,7 +415,7 @@ PATHS = st.sampled_from(["/v1/chat/completions"] * 4 + ["/v1/completions"] * 2 +
 
 
 def _survives(client: httpx.Client, path: str, sent: dict[str, Any]) -> None:
-    """A client hears a status below 500, or that its own timeout passed, and a reason that is no stack trace."""
+    """Assert a status below 500, or 504 after the request's own timeout, and a reason without a stack trace."""
     try:
         raw = json.dumps(sent).encode()
     except ValueError:

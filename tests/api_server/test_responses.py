@@ -43,7 +43,7 @@ def events(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def grown(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of a stream, from their pieces alone; each event has to find its item open."""
+    """The items of a stream, joined from its deltas; each event must belong to an open item."""
     items: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
@@ -68,7 +68,7 @@ def grown(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without what differs between answers."""
+    """Items without ids and other fields that differ between answers."""
     return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
 
 
@@ -80,7 +80,7 @@ def places(specfuse: dict[str, Any]) -> list[tuple[str, int, int]]:
     return [(segment["member"], segment["start"], segment["end"]) for segment in specfuse["segments"]]
 
 
-def test_a_response_is_the_answer_of_the_chat(client: httpx.Client) -> None:
+def test_a_response_equals_the_answer_of_a_chat(client: httpx.Client) -> None:
     reported, same = respond(client, max_output_tokens=12), chat(client, max_tokens=12)
     (item,) = reported["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
@@ -122,7 +122,7 @@ def test_instructions_and_every_way_to_write_turns_are_read_as_a_chat_reads_them
     assert text_of(respond(client)) != expected
 
 
-def test_sampling_stops_and_members_are_those_of_a_chat(client: httpx.Client) -> None:
+def test_sampling_stops_and_members_work_as_in_a_chat(client: httpx.Client) -> None:
     sampled = {"temperature": 1.0, "seed": 3, "top_p": 0.9}
     assert text_of(respond(client, **sampled)) == chat(client, **sampled)["choices"][0]["message"]["content"]
     assert (respond(client, **sampled)["temperature"], respond(client)["temperature"]) == (1.0, 0.0)
@@ -160,7 +160,7 @@ def test_a_stream_grows_into_the_whole_response(client: httpx.Client) -> None:
     assert segments == last["specfuse"]["segments"]
 
 
-def test_log_probabilities_come_where_they_are_included(client: httpx.Client) -> None:
+def test_log_probabilities_are_sent_if_they_are_included(client: httpx.Client) -> None:
     options = {"include": ["message.output_text.logprobs"]}
     expected = chat(client, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert respond(client, **options)["output"][0]["content"][0]["logprobs"] == untimed(expected)
@@ -175,7 +175,7 @@ def test_log_probabilities_come_where_they_are_included(client: httpx.Client) ->
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
-def test_a_call_is_an_item_streamed_and_not(client: httpx.Client, choice: Any) -> None:
+def test_a_call_is_an_item_with_and_without_a_stream(client: httpx.Client, choice: Any) -> None:
     body = {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 80}
     (call,) = respond(client, **body)["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "add", "completed")
@@ -189,7 +189,7 @@ def test_a_call_is_an_item_streamed_and_not(client: httpx.Client, choice: Any) -
     assert result[-1]["response"]["tool_choice"] == choice
 
 
-def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_never_done() -> None:
+def test_a_truncated_call_is_incomplete_and_its_arguments_are_never_done() -> None:
     """Clients call a tool with arguments that are done."""
     output = Output(THOUGHTS)
     begun = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a"'}}
@@ -243,7 +243,7 @@ def test_calls_and_their_results_are_one_turn_each(client: httpx.Client, tiny: E
     assert respond(client, input=items)["usage"]["input_tokens"] == tiny.count_tokens(turns)
 
 
-def test_a_format_holds(client: httpx.Client) -> None:
+def test_a_text_format_is_enforced(client: httpx.Client) -> None:
     reported = respond(client, text=FORMAT, max_output_tokens=60)
     assert 0 <= json.loads(text_of(reported))["a"] <= 9
     assert (reported["status"], reported["text"]["format"]["name"]) == ("completed", "digit")
@@ -326,9 +326,7 @@ def test_impossible_fields_are_named(
         assert word in error["message"], error
 
 
-def test_an_error_in_the_middle_is_an_event_with_a_number(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_during_a_stream_is_a_numbered_event(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     plainly, drafts = LocalSession.stage, list[Op]()
 
     def failing(self: LocalSession, op: Op) -> Any:
@@ -352,7 +350,7 @@ def test_an_error_in_the_middle_is_an_event_with_a_number(
             list(stream)
 
 
-def test_nothing_is_kept_to_be_fetched(client: httpx.Client) -> None:
+def test_responses_are_not_stored(client: httpx.Client) -> None:
     reported = client.get(f"/v1/responses/{respond(client)['id']}")
     assert (reported.status_code, "no response is stored" in reported.text) == (404, True)
 

@@ -42,7 +42,7 @@ class Gate:
     """A proxy that first refuses as scripted, or drops the connection (0), and records requests."""
 
     refusals: list[Refusal] = field(default_factory=list)
-    seen: list[dict[str, str]] = field(default_factory=list)
+    requests: list[dict[str, str]] = field(default_factory=list)
     ports: set[int] = field(default_factory=set)
     times: list[float] = field(default_factory=list)
     address: str = ""
@@ -50,7 +50,7 @@ class Gate:
     def around(self, app: ASGIApp) -> ASGIApp:
         async def gated(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["path"].endswith(("completions", "tokenize")):
-                self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
+                self.requests.append({name.decode(): value.decode() for name, value in scope["headers"]})
                 self.ports.add(scope["client"][1])
                 self.times.append(time.monotonic())
                 if self.refusals:
@@ -62,7 +62,7 @@ class Gate:
 
     async def refuse(self, send: Send, status: int, headers: dict[str, str]) -> None:
         if not status:
-            raise ConnectionResetError("dropped")  # uvicorn closes the connection where nothing was sent
+            raise ConnectionResetError("dropped")  # uvicorn closes the connection if no response was sent
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": BUSY})
@@ -78,12 +78,12 @@ def gates(tiny: EnsembleEngine) -> Iterator[Gate]:
 
 @pytest.fixture
 def gate(gates: Gate) -> Gate:
-    for each in (gates.refusals, gates.seen, gates.ports, gates.times):
+    for each in (gates.refusals, gates.requests, gates.ports, gates.times):
         each.clear()
     return gates
 
 
-def asked(gate: Gate, way: str, **settings: Any) -> str:
+def answer_by(gate: Gate, way: str, **settings: Any) -> str:
     """An answer of a model through the proxy, by one of the methods."""
     at = {"base_url": gate.address, "model": "tiny", "max_tokens": 4, **settings}
     chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
@@ -106,31 +106,31 @@ WAYS = ("invoke", "stream", "ainvoke", "batch", "complete", "acomplete")
 
 @pytest.mark.parametrize("way", WAYS)
 def test_temporary_refusals_are_retried(gate: Gate, way: str) -> None:
-    expected = asked(gate, way)
-    gate.seen.clear()
+    expected = answer_by(gate, way)
+    gate.requests.clear()
     gate.refusals[:] = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"})]
-    assert asked(gate, way) == expected
-    assert len(gate.seen) == 3
+    assert answer_by(gate, way) == expected
+    assert len(gate.requests) == 3
     gate.refusals[:] = [(429, {"Retry-After": "0"})] * 3
     with pytest.raises(EngineBusyError, match="busy"):
-        asked(gate, way)
+        answer_by(gate, way)
     assert gate.refusals == []
     gate.refusals[:] = [(429, {"Retry-After": "0"})]
     with pytest.raises(EngineBusyError):
-        asked(gate, way, max_retries=0)
+        answer_by(gate, way, max_retries=0)
     assert gate.refusals == []
 
 
 @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
 def test_retry_after_is_obeyed(gate: Gate, way: str) -> None:
     gate.refusals[:] = [(429, {"Retry-After": "1"})]
-    asked(gate, way)
+    answer_by(gate, way)
     assert 1.0 <= gate.times[1] - gate.times[0] < 3.0
 
 
 @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-def test_useless_retries_are_not_made(gate: Gate, way: str) -> None:
-    """A minute is the most; a call's own timeout may be less; and some refusals say that it is no use."""
+def test_hopeless_requests_are_not_retried(gate: Gate, way: str) -> None:
+    """A wait is at most a minute and ends before the call's timeout; some refusals forbid a retry."""
     began = time.monotonic()
     for headers, settings in (
         ({"Retry-After": "3600"}, {}),
@@ -139,16 +139,16 @@ def test_useless_retries_are_not_made(gate: Gate, way: str) -> None:
     ):
         gate.refusals[:] = [(503, headers)]
         with pytest.raises(EngineBusyError):
-            asked(gate, way, **settings)
+            answer_by(gate, way, **settings)
     assert time.monotonic() - began < 5
-    gate.seen.clear()
+    gate.requests.clear()
     gate.refusals[:] = [(400, {})]
     with pytest.raises(SpecFuseError):
-        asked(gate, way)
-    assert len(gate.seen) == 1
+        answer_by(gate, way)
+    assert len(gate.requests) == 1
 
 
-def test_a_lost_connection_is_made_again(gate: Gate) -> None:
+def test_a_lost_connection_is_reopened(gate: Gate) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     model = ChatSpecFuse(base_url=f"http://127.0.0.1:{port}", model="tiny", max_retries=1)
@@ -158,7 +158,7 @@ def test_a_lost_connection_is_made_again(gate: Gate) -> None:
     assert 0.5 <= time.monotonic() - began < 5
 
 
-def test_an_answer_that_has_begun_is_not_asked_for_again(gate: Gate, tiny: EnsembleEngine) -> None:
+def test_an_answer_that_has_begun_is_not_retried(gate: Gate, tiny: EnsembleEngine) -> None:
     async def truncated(send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         event = b'{"type": "start", "members": ["chat"], "prompt_tokens": 3}'
@@ -173,13 +173,13 @@ def test_an_answer_that_has_begun_is_not_asked_for_again(gate: Gate, tiny: Ensem
             list(RemoteEngine(gate.address, "tiny").stream("Hi"))
     finally:
         gate.refuse = plainly  # type: ignore[method-assign]
-    assert len(gate.seen) == 1
+    assert len(gate.requests) == 1
 
 
 # ── headers and keys ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_headers_go_with_every_request_and_with_one(gate: Gate) -> None:
+def test_headers_can_be_set_for_all_requests_and_for_one(gate: Gate) -> None:
     at: dict[str, Any] = {"base_url": gate.address, "model": "tiny", "default_headers": {"X-Team": "blue"}}
     chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
     chat.invoke("Hi")
@@ -188,7 +188,7 @@ def test_headers_go_with_every_request_and_with_one(gate: Gate) -> None:
     llm.complete("Hi", extra_headers={"X-Run": "7"})
     asyncio.run(llm.acomplete("Hi", extra_headers={"X-Run": "7"}))
     chat.get_token_ids("Hi")
-    results = [(headers.get("x-team"), headers.get("x-run")) for headers in gate.seen]
+    results = [(headers.get("x-team"), headers.get("x-run")) for headers in gate.requests]
     assert results == [
         ("blue", None),
         ("blue", "7"),
@@ -199,7 +199,7 @@ def test_headers_go_with_every_request_and_with_one(gate: Gate) -> None:
     ]
 
 
-def test_headers_are_checked_before_they_are_sent_and_kept_to_oneself(gate: Gate) -> None:
+def test_headers_are_checked_before_they_are_sent_and_are_in_no_repr(gate: Gate) -> None:
     for headers, word in (
         ({"X-Team": "blue\r\nX-Other: 1"}, "printable"),
         ({"X Team": "blue"}, "printable"),
@@ -213,7 +213,7 @@ def test_headers_are_checked_before_they_are_sent_and_kept_to_oneself(gate: Gate
         assert "secret-value" not in str(raised.value)
     with pytest.raises(ConfigError, match="default_headers"):
         SpecFuseLLM(base_url=gate.address, default_headers={"X-Team": "ü"})
-    assert gate.seen == []
+    assert gate.requests == []
     for kind in (ChatSpecFuse, SpecFuseLLM):
         model = kind(base_url=gate.address, model="tiny", default_headers={"X-Token": "very-secret"})
         reported = repr(model) + str(model) + str(model.model_dump()) + repr(model._resolve_engine())
@@ -244,7 +244,7 @@ def test_answers_on_one_event_loop_share_a_connection_that_ends_with_it(gate: Ga
             async for _ in chat.astream("Hi", extra_headers={"X-Run": "7"}):
                 pass
 
-    async def other() -> None:
+    async def on_another_loop() -> None:
         for _ in range(3):
             await llm.acomplete("Hi")
 
@@ -254,10 +254,10 @@ def test_answers_on_one_event_loop_share_a_connection_that_ends_with_it(gate: Ga
         assert len(gate.ports) == 1
         asyncio.run(several())  # another loop: its own connection
         assert len(gate.ports) == 2
-        asyncio.run(other())
+        asyncio.run(on_another_loop())
         assert len(gate.ports) == 3
         gc.collect()
-    assert len(gate.seen) == 15
+    assert len(gate.requests) == 15
 
 
 def test_answers_without_an_event_loop_share_a_connection(gate: Gate) -> None:
@@ -273,7 +273,7 @@ def test_answers_without_an_event_loop_share_a_connection(gate: Gate) -> None:
     assert len(gate.ports) == 3
 
 
-def test_a_response_that_does_not_end_after_its_answer_is_left(
+def test_a_client_stops_reading_after_the_end_of_the_answer(
     gate: Gate, tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_engine, "END_SECONDS", 0.3)

@@ -37,7 +37,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_a_file_says_everything(tmp_path: Path) -> None:
+def test_a_file_can_contain_all_settings(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, WHOLE))
     assert (config.server.host, config.server.port, config.server.max_body_bytes) == ("::1", 9000, 1000)
     assert (config.sampling.max_tokens, config.sampling.temperature, config.sampling.stops) == (64, 1, ("END",))
@@ -83,6 +83,6 @@ def test_a_wrong_setting_is_named_with_its_table_and_the_expected_value(
         read_config(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         read_config(tmp_path / "none.toml")

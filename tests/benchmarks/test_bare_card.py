@@ -1,4 +1,4 @@
-"""A lent card has pydantic, pytest and little else: `pytest -m gpu` starts there, and says what it skips and why."""
+"""`pytest -m gpu` starts on a GPU machine with pydantic, pytest and little more, and says which tests it skips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MISSING = (
 
 
 @pytest.mark.slow
-def test_the_tests_for_a_card_start_without_any_extra(tmp_path: Path) -> None:
+def test_the_gpu_tests_start_without_any_extra(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDDEN.format(names=MISSING), "utf-8")
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from quality import STRETCH, coherence, cosines
 
 
-def test_meaning_is_that_of_the_nearest_reference() -> None:
+def test_the_cosine_is_to_the_nearest_reference() -> None:
     def encode(texts: list[str]) -> NDArray[np.float32]:
-        """Sea, moon, and against both."""
+        """Embeddings of the sea, the moon, and the opposite of both."""
         kinds = {"s": [1.0, 0.0], "m": [0.6, 0.8]}
         return np.array([kinds.get(text[:1], [-1.0, 0.0]) for text in texts], dtype=np.float32)
 
@@ -18,9 +18,9 @@ def test_meaning_is_that_of_the_nearest_reference() -> None:
     assert result == pytest.approx([100.0, 60.0, 0.0, 0.0])
 
 
-def test_coherence_is_of_neighbours_and_of_the_end_with_the_question() -> None:
+def test_coherence_compares_neighbours_and_the_end_with_the_question() -> None:
     def encode(texts: list[str]) -> NDArray[np.float32]:
-        """Texts about the sea, texts about the moon."""
+        """Embeddings of texts about the sea and about the moon."""
         return np.array([[1.0, 0.0] if "sea" in text else [0.0, 1.0] for text in texts], dtype=np.float32)
 
     sea, moon = "sea " * STRETCH, "moon " * STRETCH

@@ -1,4 +1,4 @@
-"""The benchmarks' command lines: each has help, and those that pages name exist with the options named there."""
+"""The benchmarks' command lines: each has help, and the ones in the documentation exist with their options."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 WITH_COMMANDS = ("applications", "clients", "elections", "engine", "peers", "predictions", "quality", "serving")
-ALONE = {"first_hour": "main", "gpu": "main", "step_costs": "wanted"}
+ALONE = {"first_hour": "main", "gpu": "main", "step_costs": "chosen_models"}
 """Programs without commands, and the functions that read their options."""
 HELPERS = {"bench_members", "figures", "llama_peer", "quality_rows", "variants", "vllm_peer"}
 
 
 def commands_of(program: str) -> dict[str, Any]:
-    """Name → command, of whichever click Typer has."""
+    """Name → command; its class depends on Typer's version of click."""
     group: Any = typer.main.get_command(import_module(program).app)
     return dict(group.commands)
 
 
 def cited() -> Iterator[tuple[str, str]]:
-    """Programs with what follows them in code of the pages and of the Makefile."""
+    """The programs in the code of the documentation and the Makefile, with their arguments."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile"]
     for file in files:
         for match in re.finditer(r"benchmarks/(\w+)\.py((?: [^`\n#]*)?)", file.read_text("utf-8")):
@@ -60,7 +60,7 @@ def test_every_program_without_commands_has_help(
     assert f"benchmarks/{program}.py" in capsys.readouterr().out
 
 
-def test_what_the_pages_name_can_be_run() -> None:
+def test_every_cited_command_line_exists() -> None:
     for program, rest in set(cited()):
         assert program in (*WITH_COMMANDS, *ALONE), f"there is no benchmarks/{program}.py"
         if program in ALONE:
@@ -73,5 +73,5 @@ def test_what_the_pages_name_can_be_run() -> None:
         assert used <= options, f"benchmarks/{program}.py {name} has no {used - options}"
 
 
-def test_the_pages_name_many() -> None:
+def test_the_documentation_cites_many_programs() -> None:
     assert len({program for program, _ in cited()}) > 8

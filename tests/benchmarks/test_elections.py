@@ -1,4 +1,4 @@
-"""First rounds as data: the collected rounds are those of the engine, and repeated elections give the same winners."""
+"""Collected first rounds equal the engine's rounds, and repeated elections give the same winners."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def collecting(pair_settings: EnsembleConfig) -> Iterator[Collector]:
 
 
 @pytest.mark.parametrize("question", [QUESTION, CHOICE], ids=["text", "choice"])
-def test_a_ballot_is_the_engines_first_round(
+def test_a_ballot_equals_the_engines_first_round(
     question: Question, collecting: Collector, pair_settings: EnsembleConfig
 ) -> None:
     ballot = collecting.ballot(question, 0, 0)
@@ -52,7 +52,7 @@ def test_a_ballot_is_the_engines_first_round(
         assert [reports[ballot.table[0][i].text] for i in rows] == pytest.approx(scores, abs=1e-5)
 
 
-def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(collecting: Collector) -> None:
+def test_further_drafts_begin_differently_and_are_no_candidates_by_default(collecting: Collector) -> None:
     plain, more = collecting.ballot(QUESTION, 0, 0), collecting.ballot(QUESTION, 2, 1)
     assert len(more.claims) > len(plain.claims) > 0
     kinds = [claim.kind for claims in more.claims for claim in claims]
@@ -72,13 +72,13 @@ def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(collecting: 
     assert more.chosen(more.voters, *SIZED, "rougeL") == pytest.approx(plain.chosen(plain.voters, *SIZED, "rougeL"))
 
 
-def test_a_choice_is_asked_as_compare_asks_it(collecting: Collector) -> None:
+def test_a_choice_has_the_prompt_of_compare(collecting: Collector) -> None:
     ballot = collecting.ballot(CHOICE, 0, 2)
     assert {row.text for row in ballot.table[0]} <= set("ABC")
     assert {claim.kind for claims in ballot.claims for claim in claims} == {"own", "sampled"}
 
 
-def test_it_survives_its_file(collecting: Collector) -> None:
+def test_a_ballot_can_be_written_and_read(collecting: Collector) -> None:
     ballot = collecting.ballot(QUESTION, 1, 0)
     assert Ballot.read(json.loads(json.dumps(asdict(ballot)))) == ballot
 
@@ -88,38 +88,38 @@ def _ballot(*rows: list[CandidateLogprobs]) -> Ballot:
     return Ballot(["a", "b"], [1, 1], [[Claim("a")], [Claim("b")]], metrics, rows)
 
 
-def _seen(*chances: float, ends: bool = False) -> CandidateLogprobs:
+def _logprobs(*chances: float, ends: bool = False) -> CandidateLogprobs:
     text = "x" * (len(chances) - ends)
     return CandidateLogprobs(text, ends, tuple(map(math.log, chances)), (1,) * len(chances))
 
 
-def test_what_is_clear_is_decided_early_and_what_ends_is_waited_for() -> None:
-    sure, doubted = _seen(*[0.9] * 20), _seen(*[0.5] * 20)
+def test_clear_elections_are_decided_early_unless_a_draft_has_ended() -> None:
+    sure, doubted = _logprobs(*[0.9] * 20), _logprobs(*[0.5] * 20)
     clear = _ballot([sure, doubted], [sure, doubted])
     assert _decided(clear, ["a", "b"], (8, 8, False)) == (0, 5)
     assert _decided(clear, ["a", "b"], (math.inf, 8, False)) == (0, 10)
     assert _decided(clear, ["a", "b"], (math.inf, math.inf, False)) == (0, 20)
-    short = _ballot([_seen(0.9, 0.9, ends=True), doubted], [_seen(0.9, 0.9, ends=True), doubted])
+    short = _ballot([_logprobs(0.9, 0.9, ends=True), doubted], [_logprobs(0.9, 0.9, ends=True), doubted])
     assert _decided(short, ["a", "b"], (1, 1, False)) == (0, 5)
     assert _decided(short, ["a", "b"], (1, 1, True)) == (0, 20)
 
 
-def test_early_decisions_count_votes_as_they_are_told_to() -> None:
-    ours, theirs = _seen(*[0.9] * 20), _seen(*[0.5] * 20)
+def test_early_decisions_weight_votes_by_the_given_power() -> None:
+    ours, theirs = _logprobs(*[0.9] * 20), _logprobs(*[0.5] * 20)
     split = replace(_ballot([ours, theirs], [theirs, ours]), sizes=[1, 100])
     assert _decided(split, ["a", "b"], (8, 8, False), 1.5) == (1, 5)
     assert _decided(split, ["a", "b"], (8, 8, False), 0.0)[1] == 20
 
 
-def test_who_is_left_out_neither_stands_nor_votes() -> None:
-    ballot = _ballot([_seen(0.9), _seen(0.1)], [_seen(0.01), _seen(0.95)])
+def test_members_outside_the_ensemble_neither_draft_nor_vote() -> None:
+    ballot = _ballot([_logprobs(0.9), _logprobs(0.1)], [_logprobs(0.01), _logprobs(0.95)])
     assert ballot.chosen(["a"], *SIZED, "f1") == 0
     assert ballot.chosen(["b"], *SIZED, "f1") == 1
     assert ballot.chosen(["a", "b"], *SIZED, "f1", is_own) == 1
 
 
-def test_keys_have_the_votes_of_all_their_drafts() -> None:
-    unlike, twice = _seen(0.9), _seen(0.5)
+def test_a_key_has_the_votes_of_all_its_drafts() -> None:
+    unlike, twice = _logprobs(0.9), _logprobs(0.5)
     ballot = _ballot([unlike, twice], [unlike, twice])
     again = replace(ballot, claims=[[Claim("a")], [Claim("b"), Claim("b", "sampled")]])
     assert [each.keyed(["a", "b"], 1.5, "f1", lambda claim: True) for each in (ballot, again)] == [0, 1]
@@ -127,8 +127,8 @@ def test_keys_have_the_votes_of_all_their_drafts() -> None:
     assert again.keyed(["b"], 1.5, "f1", is_own) == 1
 
 
-def test_what_the_lead_drafted_counts_more_and_others_override_it_where_they_are_surer() -> None:
-    lead, rival = _seen(0.5), _seen(0.7)
+def test_the_leads_draft_counts_more_and_others_override_it_if_they_are_surer() -> None:
+    lead, rival = _logprobs(0.5), _logprobs(0.7)
     ballot = _ballot([lead, rival], [lead, rival])
     policy = Override(0, 1.5)
     assert policy([[0.5, 0.7], [0.5, 0.7]], [0.5, 0.5], [[0], [1]]) == pytest.approx([0.75, 0.7])
@@ -142,13 +142,13 @@ def test_what_the_lead_drafted_counts_more_and_others_override_it_where_they_are
 
 
 def test_a_sure_lead_is_not_voted_on() -> None:
-    sure, surer, doubted = _seen(0.6), _seen(0.9), _seen(0.4)
-    skipping = rules_for(["a", "b"])["a leads, no vote where it is sure"]
+    sure, surer, doubted = _logprobs(0.6), _logprobs(0.9), _logprobs(0.4)
+    skipping = rules_for(["a", "b"])["a leads, no vote if it is sure"]
     assert skipping(_ballot([sure, surer], [sure, surer]), ["a", "b"], 0.0, "f1") == 0
     assert skipping(_ballot([doubted, surer], [doubted, surer]), ["a", "b"], 0.0, "f1") == 1
 
 
-def test_lots_fall_by_weight_and_the_same_way_again() -> None:
+def test_the_lottery_draws_by_weight_and_is_repeatable() -> None:
     drafters, weights = [[0], [1]], [0.8, 0.2]
     drawn = [Lottery()([[n / 500, 0.5], [0.5, 0.5]], weights, drafters) for n in range(500)]
     assert drawn == [Lottery()([[n / 500, 0.5], [0.5, 0.5]], weights, drafters) for n in range(500)]
@@ -157,6 +157,6 @@ def test_lots_fall_by_weight_and_the_same_way_again() -> None:
 
 
 def test_without_the_end_of_the_turn_only_the_text_counts() -> None:
-    over, open_ = _seen(0.9, 0.001, ends=True), _seen(0.8, 0.8)
+    over, open_ = _logprobs(0.9, 0.001, ends=True), _logprobs(0.8, 0.8)
     assert StretchWithoutEnd()([over, open_]) == pytest.approx([0.9, 0.8])
     assert Stretch()([over, open_]) == pytest.approx([0.9 * 0.001, 0.8 * 0.999])

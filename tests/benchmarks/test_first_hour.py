@@ -1,4 +1,4 @@
-"""The first hour on a card, in small on a processor: it can be interrupted and resumed, and reports missing parts."""
+"""The first hour on a GPU, with small sizes on a CPU: it can be interrupted and resumed, and reports missing parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(out: Path, *options: str) -> list[str]:
     return [sys.executable, str(SCRIPT), str(out), "--tiny", *options]
 
 
-def found_in(out: Path, step: str) -> dict[str, Any]:
+def result_of(out: Path, step: str) -> dict[str, Any]:
     result = read_sheet(out / f"{step}.json")
     assert result is not None
     return result
@@ -33,7 +33,7 @@ def found_in(out: Path, step: str) -> dict[str, Any]:
 def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> None:
     first = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert first.returncode == 0, first.stdout + first.stderr
-    result = found_in(tmp_path, "versions")
+    result = result_of(tmp_path, "versions")
     assert result["status"] == "done"
     lines = {line["what"]: line["found"] for line in result["lines"]}
     assert lines["torch"] == torch.__version__
@@ -43,7 +43,7 @@ def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> 
     assert (tmp_path / "hour.md").read_text("utf-8").startswith("## versions: ")
     again = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert "versions: done before" in again.stdout
-    assert found_in(tmp_path, "versions") == result
+    assert result_of(tmp_path, "versions") == result
     before = (tmp_path / "versions.json").stat().st_mtime_ns
     anew = subprocess.run(
         command(tmp_path, "--only", "versions", "--again"), capture_output=True, text=True, timeout=250
@@ -65,13 +65,13 @@ def test_an_interrupted_run_leaves_nothing_running_and_can_be_resumed(tmp_path: 
     output, _ = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "continues from here" in output
-    assert found_in(tmp_path, "versions")["status"] == "done"
-    assert found_in(tmp_path, "soak")["status"] == "running"
+    assert result_of(tmp_path, "versions")["status"] == "done"
+    assert result_of(tmp_path, "soak")["status"] == "running"
     assert not processes_with(str(tmp_path))
     again = subprocess.run(command(tmp_path, "--only", "versions", "soak"), capture_output=True, text=True, timeout=280)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "versions: done before" in again.stdout
-    soak = {line["what"]: line["found"] for line in found_in(tmp_path, "soak")["lines"]}
+    soak = {line["what"]: line["found"] for line in result_of(tmp_path, "soak")["lines"]}
     assert int(soak["answers"]) >= 24
     assert soak["that differ from dynamic execution"] == "0"
 
@@ -82,25 +82,25 @@ def processes_with(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_graphs_that_go_give_the_answers_of_dynamic_execution(tmp_path: Path) -> None:
+def test_dropped_graphs_do_not_change_answers(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "--only", "graphs"), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    [line] = found_in(tmp_path, "graphs")["lines"]
+    [line] = result_of(tmp_path, "graphs")["lines"]
     assert line["what"] == "equal answers with buffers that grow"
     same, count = line["found"].split(" of ")
     assert same == count
-    assert len(found_in(tmp_path, "graphs")["lacking"]) == 2
+    assert len(result_of(tmp_path, "graphs")["lacking"]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_card_real_sizes_are_refused(tmp_path: Path) -> None:
+def test_real_sizes_are_refused_without_a_gpu(tmp_path: Path) -> None:
     real = [part for part in command(tmp_path) if part != "--tiny"]
     done = subprocess.run(real, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "--tiny runs the same code on a CPU" in done.stderr
 
 
-def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_reports_the_error_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import first_hour
 
     def broken(sheet: Sheet, card: first_hour.Card) -> None:
@@ -109,12 +109,12 @@ def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkey
 
     monkeypatch.setitem(first_hour.STEPS, "costs", broken)
     assert first_hour.run_step("costs", first_hour.Card(tmp_path, torch.device("cpu"), True)) == 1
-    result = found_in(tmp_path, "costs")
+    result = result_of(tmp_path, "costs")
     assert result["status"] == "failed"
     assert [line["found"] for line in result["lines"]] == ["1", "ValueError: a card of another make"]
 
 
-def test_a_sheet_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+def test_a_sheet_is_complete_whenever_it_is_read(tmp_path: Path) -> None:
     sheet = Sheet(tmp_path, "one", "one: a | b", True)
     sheet.add("x", "a|b\nc")
     assert json.loads(sheet.file.read_text("utf-8"))["status"] == "running"

@@ -23,7 +23,7 @@ PARAMETERS = {
     "gemma-2-9b": 9_241_705_984,
     "glm-4-9b": 9_399_951_360,
 }
-"""As the published checkpoints have them."""
+"""Parameters of the published checkpoints."""
 
 
 def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
+def test_all_figures_are_measured_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
     done = run("--tiny", "--repeats", "1", "--without", "context", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
     text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
@@ -60,7 +60,7 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> None:
+def test_longer_contexts_are_measured_with_and_without_speculation(tmp_path: Path) -> None:
     done = run("--tiny", "--only", "context 48", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
     text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
@@ -74,7 +74,7 @@ def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> N
 
 
 class Server(BaseHTTPRequestHandler):
-    """The part of vLLM's routes that the benchmark uses; every answer has the requested number of tokens."""
+    """vLLM's routes that the benchmark uses; every answer has the requested number of tokens."""
 
     def do_GET(self) -> None:
         self._send({"/version": {"version": "0.0"}, "/v1/models": {"data": [{"id": "served"}]}}[self.path])
@@ -92,7 +92,7 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Tests are quiet."""
+        """Log nothing."""
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_results_of_an_interrupted_run_and_a_servers_decode_are_written(tmp_
         command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--repeats", "1", "--compare-vllm", url]
         running = subprocess.Popen([*command, "--json", str(file)], stdout=subprocess.PIPE, text=True)
         limit = time.monotonic() + 200
-        while not (file.exists() and "÷ that of vLLM" in file.read_text("utf-8")):
+        while not (file.exists() and "÷ vLLM's" in file.read_text("utf-8")):
             assert running.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.05)
@@ -119,7 +119,7 @@ def test_the_results_of_an_interrupted_run_and_a_servers_decode_are_written(tmp_
 
 
 @pytest.mark.slow
-def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
+def test_no_part_begins_after_the_time_limit(tmp_path: Path) -> None:
     done = run("--tiny", "--minutes", "0", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
     text = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
@@ -141,7 +141,7 @@ def test_without_a_gpu_real_sizes_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_shapes_are_those_of_the_real_models() -> None:
+def test_shapes_equal_the_real_models_shapes() -> None:
     code = (
         f"import sys, torch; sys.path.insert(0, {str(BENCHMARKS)!r}); from bench_members import SHAPES, weight_bytes\n"
         "for s in SHAPES: print(s.name, weight_bytes(s.config(tiny=False), torch.bfloat16) // 2)"

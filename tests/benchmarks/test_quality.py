@@ -59,7 +59,7 @@ def encode(texts: list[str]) -> NDArray[np.float32]:
     return np.array([[1.0, 0.0] if "sea" in text else [0.0, 1.0] for text in texts], dtype=np.float32)
 
 
-def test_the_halves_part_the_rows(data: Path) -> None:
+def test_the_halves_divide_the_rows(data: Path) -> None:
     chosen, confirmed, whole = (
         [row.id for row in quality_rows.read_rows(data, ["open"], half)] for half in ("choose", "confirm", "all")
     )
@@ -79,7 +79,7 @@ def test_a_passage_is_asked_in_two_ways_with_separate_answers(data: Path) -> Non
     assert sentence.prompt == "Read the passage, then reply to the question with one full sentence.\n\nIt is red.\n\n0?"
 
 
-def test_a_table_has_every_column_against_its_best_member(
+def test_a_table_compares_every_column_with_its_best_member(
     data: Path, answered: Callable[[str, dict[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered(BARS[0], {"open": "the sea", "rag": "blue"})
@@ -99,7 +99,7 @@ def test_a_table_has_every_column_against_its_best_member(
     }
     assert whole[BARS[1]]["columns"]["rag: contains"]["mean"] == 100.0
     assert whole[BARS[1]]["columns"]["open: cosine"]["mean"] == 0.0
-    assert whole["default"]["sets"]["open"]["circles"] == 100.0
+    assert whole["default"]["sets"]["open"]["loops"] == 100.0
     for facts in whole.values():
         for column, rival in best.items():
             rival_scores = whole[rival]["columns"][column]["each"]
@@ -109,11 +109,11 @@ def test_a_table_has_every_column_against_its_best_member(
     cells = dict(zip(head.split(" | "), lines[-1].split(" | "), strict=True))
     assert cells["words"] == "16, 1"
     assert cells["words ÷ members'"] == f"{16 / 1.5:.2f}, {1 / 4:.2f}"
-    assert cells["circles %"] == "100, 0"
+    assert cells["loops %"] == "100, 0"
     assert quality.measured("specfuse", request, encode) is None, "nothing is answered yet"
 
 
-def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
+def test_an_interrupted_run_is_compared_on_the_rows_that_all_have_answered(
     data: Path, answered: Callable[[str, dict[str, str]], None]
 ) -> None:
     answered(BARS[1], {"rag": "blue"})
@@ -137,7 +137,7 @@ def test_each_table_states_the_smallest_visible_difference() -> None:
         return {"columns": {"open: rougeL": {"each": each, "difference": difference(each, [0.0] * 40)}}}
 
     noisy = [float(5 * (n % 2)) for n in range(40)]
-    [line] = quality.seen(
+    [line] = quality.smallest_differences(
         {BARS[0]: facts([0.0] * 40), "default": facts(noisy)},
         {"open: rougeL": dict.fromkeys((BARS[0], "default"), BARS[0])},
     )
@@ -171,19 +171,19 @@ def test_every_variant_is_a_configuration() -> None:
         assert set(variant.alone) <= set(BARS)
 
 
-def test_smollm2_as_published_is_a_bar_without_its_adapter() -> None:
+def test_the_baselines_include_smollm2_without_its_adapter() -> None:
     assert PUBLISHED.label in BARS
     assert (PUBLISHED.model, PUBLISHED.adapter) == (SMOL.model, None)
     assert [m.name for m in VARIANTS["stretch-published"].members()] == [PUBLISHED.name, BARS[2]]
     assert set(quality.COMPARED) >= set(BARS)
 
 
-def test_answers_stand_side_by_side_as_they_are(
+def test_answers_are_shown_side_by_side_unchanged(
     data: Path, answered: Callable[[str, dict[str, str]], None], tmp_path: Path
 ) -> None:
     answered("default", {"open": "# The sea\n```\nebb"})
     answered("alone", {"open": ""})
-    quality.beside(data, tmp_path / "beside.md", ["default", "alone"], "all", ("open",), 2)
+    quality.side_by_side(data, tmp_path / "beside.md", ["default", "alone"], "all", ("open",), 2)
     page = (tmp_path / "beside.md").read_text("utf-8")
     assert page.count("## open/") == 2
     assert page.count("**default**\n\n    # The sea\n    ```\n    ebb\n") == 2
@@ -195,13 +195,13 @@ def test_a_long_answer_is_cut_and_the_text_above_the_answers_stays(
 ) -> None:
     answered("default", {"open": "The sea.\n\n1. ebb\n2. flood"})
     page = tmp_path / "beside.md"
-    quality.beside(data, page, ["default"], "all", ("open",), 1)
+    quality.side_by_side(data, page, ["default"], "all", ("open",), 1)
     assert "cut after 30 words" in page.read_text("utf-8")
     page.write_text("# Two answers\n\nAs we read them.\n\n## open/0\n\nan earlier one\n", "utf-8")
-    quality.beside(data, page, ["default"], "all", ("open",), 1, 4)
+    quality.side_by_side(data, page, ["default"], "all", ("open",), 1, 4)
     beginning = "# Two answers\n\nAs we read them.\n\n## open/0\n\n    0?\n\n**default**\n\n"
     assert page.read_text("utf-8") == f"{beginning}    The sea.\n\n    1. ebb …\n"
-    quality.beside(data, page, ["default"], "all", ("open",), 1, 6)
+    quality.side_by_side(data, page, ["default"], "all", ("open",), 1, 6)
     assert page.read_text("utf-8") == f"{beginning}    The sea.\n\n    1. ebb\n    2. flood\n"
 
 

@@ -17,7 +17,7 @@ GOOD, BAD = "the sea", "a bird"
 
 
 def answers(right: int, first: int = 0) -> list[str]:
-    """Of 24, those from `first` on that are right."""
+    """24 answers, of which `right` are right, from index `first`."""
     return [GOOD if first <= n < first + right else BAD for n in range(24)]
 
 
@@ -26,7 +26,7 @@ def comparison(second: list[str], gain: int) -> Any:
     return json.loads(json.dumps(made({"one": answers(12), "two": second, ENSEMBLE: answers(12 + gain)}).to_dict()))
 
 
-def test_an_order_that_agrees_is_one_and_one_that_does_not_is_minus_one() -> None:
+def test_equal_orders_correlate_by_one_and_opposite_orders_by_minus_one() -> None:
     assert rank_correlation([1.0, 2.0, 3.0, 9.0], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1.0)
     assert rank_correlation([1.0, 2.0, 3.0, 9.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1.0)
     assert rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) is None, "too few"

@@ -1,4 +1,4 @@
-"""Members that recite: real Llama models of a few thousand weights, whose every next word is known."""
+"""Reciting members: real Llama models of a few thousand weights that produce a given text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes get one helpful line on stderr and exit code 2, help and version answer without torch."""
+"""Mistakes print one helpful line on stderr with exit code 2; `--help` and `--version` do not import torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_mistake_gets_one_helpful_line_and_exit_code_2(
         ("x" * 300, "(File name too long)"),
     ],
 )
-def test_a_report_that_cannot_be_written_is_refused_before_any_model_is_looked_for(
+def test_an_unwritable_report_is_refused_before_any_model_is_loaded(
     path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,9 +78,7 @@ def test_a_report_in_a_folder_without_permission_is_refused(tmp_path: Path, caps
     assert "(Permission denied)" in capsys.readouterr().err
 
 
-def test_looking_whether_a_report_can_be_written_changes_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_of_a_report_path_changes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.html", tmp_path / "new.html"
     old.write_text("an older report")
     for path in (old, new):
@@ -119,7 +117,9 @@ def test_no_model_library_is_imported_for_help_and_mistakes(argv: list[str]) -> 
     assert "'transformers'" not in modules
 
 
-def test_an_error_in_a_file_is_not_reported_as_an_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_file_is_not_reported_as_an_error_of_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "e.toml"
     file.write_text('[ensembles.a]\nmembers = ["x"]\nfeedback_rate = -1\n', "utf-8")
     assert main(["ask", "hi", "--config", str(file)]) == 2

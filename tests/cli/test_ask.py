@@ -21,9 +21,7 @@ def members(recite: Callable[..., str]) -> list[str]:
     return [argument for model in models for argument in ("--member", model)]
 
 
-def test_a_pipe_gets_the_answer_alone_and_stderr_the_rest(
-    members: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stdout_has_only_the_answer_and_stderr_the_rest(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ask", "Speak", *members]) == 0
     out, err = capsys.readouterr()
     assert out == SPEECH + "\n"
@@ -187,7 +185,7 @@ def test_doctor_separates_good_members_from_bad_ones(
     assert "broken" in err
 
 
-def test_the_demo_on_llama_cpp_says_that_its_adapters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_on_llama_cpp_reports_that_its_adapters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     from specfuse_shared.cli.setup import ensemble_of
 
     config = ensemble_of(None, {"backend": "llama.cpp"})

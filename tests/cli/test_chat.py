@@ -18,7 +18,7 @@ from rich.console import Console
 
 from specfuse_shared.cli.commands import main
 from specfuse_shared.cli.side_by_side import Columns
-from tests.support.terminals import COMMAND, hear_interrupts
+from tests.support.terminals import COMMAND, restore_interrupts
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def speaker(recite: Callable[..., str]) -> list[str]:
     return ["--member", recite("speaker", "Plain words spoken here.")]
 
 
-def said(lines: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+def run_chat(lines: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     return main(["chat", *arguments])
 
@@ -35,7 +35,7 @@ def test_turns_are_answered_and_saved(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
-    assert said(f"One?\n\nTwo?\n/save {file}\n", [*speaker, "--system", "Be kind."], monkeypatch) == 0
+    assert run_chat(f"One?\n\nTwo?\n/save {file}\n", [*speaker, "--system", "Be kind."], monkeypatch) == 0
     output = capsys.readouterr()
     assert output.out == "Plain words spoken here.\n" * 2
     turns = json.loads(file.read_text("utf-8"))
@@ -43,12 +43,12 @@ def test_turns_are_answered_and_saved(
     assert [turn["content"] for turn in turns[1:3]] == ["One?", "Plain words spoken here."]
 
 
-def test_commands_explain_list_and_begin_anew(
+def test_commands_explain_and_list_rounds_and_start_a_new_conversation(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
     lines = f"/why\nOne?\n/why\n/members\n/help\n/nothing\n/clear\n/save {file}\n/save\n/exit\nNever asked\n"
-    assert said(lines, speaker, monkeypatch) == 0
+    assert run_chat(lines, speaker, monkeypatch) == 0
     output = capsys.readouterr()
     assert output.out == "Plain words spoken here.\n"
     for part in ("no whole answer", "round 1", "transformers", "/save", "no command /nothing", "the file is missing"):
@@ -60,7 +60,7 @@ def test_a_refused_question_is_no_turn(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
-    assert said(f"{'long ' * 5000}\nOne?\n/save {file}\n", speaker, monkeypatch) == 0
+    assert run_chat(f"{'long ' * 5000}\nOne?\n/save {file}\n", speaker, monkeypatch) == 0
     assert "shorten the prompt" in capsys.readouterr().err
     assert [turn["content"] for turn in json.loads(file.read_text("utf-8"))] == ["One?", "Plain words spoken here."]
 
@@ -68,7 +68,7 @@ def test_a_refused_question_is_no_turn(
 def test_input_without_text_is_no_turn_and_ends_nothing(
     speaker: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said("caf\udce9\nOne?\n", speaker, monkeypatch) == 0
+    assert run_chat("caf\udce9\nOne?\n", speaker, monkeypatch) == 0
     assert capsys.readouterr().out == "Plain words spoken here.\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
     assert main(["chat", *speaker]) == 0
@@ -78,7 +78,7 @@ def test_input_without_text_is_no_turn_and_ends_nothing(
 def test_a_failure_to_save_is_reported(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(f"/save {tmp_path}/no/talk.json\n/save ~nobody-here/talk.json\n", speaker, monkeypatch) == 0
+    assert run_chat(f"/save {tmp_path}/no/talk.json\n/save ~nobody-here/talk.json\n", speaker, monkeypatch) == 0
     assert "not saved" in capsys.readouterr().err
 
 
@@ -94,7 +94,7 @@ def chatting(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.P
         stderr=slave,
         env={**os.environ, "TERM": "xterm", **environment},
         start_new_session=True,
-        preexec_fn=hear_interrupts,
+        preexec_fn=restore_interrupts,
     )
     os.close(slave)
     try:
@@ -109,12 +109,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
     endless = recite("talker", "Plain words spoken here", endless=True)
     with chatting("--member", endless, "--max-tokens", "3000") as (process, master):
         rest = _until(master, b"> ")
-        os.write(master, b"Go on\n")
+        os.write(master, b"Speak\n")
         rest = _until(master, b"spoken here", rest)
         process.send_signal(signal.SIGINT)
         rest = _until(master, b"> ", _until(master, b"stopped", rest))
         os.write(master, b"/members\n")
-        # what is typed before the prompt reaches the terminal in another mode
+        # the terminal is in another mode before the prompt
         rest = _until(master, b"> ", _until(master, b"talker:", rest))
         os.write(master, b"\x04")
         assert process.wait(30) == 0, rest[-500:]
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_all_answers_and_keeps_their_text(recite: Callable[..., str
     arguments = [part for folder in endless for part in ("--member", folder)]
     with chatting(*arguments, "--max-tokens", "3000", COLUMNS="100", LINES="30") as (process, master):
         rest = _until(master, b"> ")
-        os.write(master, b"/each Go on\n")
+        os.write(master, b"/each Speak\n")
         rest = _until(master, b"spoken here", rest)
         process.send_signal(signal.SIGINT)
         rest = _until(master, b"together", _until(master, b"stopped", rest))
@@ -155,11 +155,11 @@ def test_each_shows_every_members_own_answer_and_the_differences(
     recite: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
-    assert said(f"/each\n/each When?\n/why\n/save {file}\n", two_speakers(recite), monkeypatch) == 0
+    assert run_chat(f"/each\n/each When?\n/why\n/save {file}\n", two_speakers(recite), monkeypatch) == 0
     output = capsys.readouterr()
-    together, left, right = output.out.splitlines()
-    assert left == "left: The harbour opened in 1887 near Lisbon."
-    assert right == "right: The harbour opened in 1892 near Porto."
+    together, first, second = output.out.splitlines()
+    assert first == "left: The harbour opened in 1887 near Lisbon."
+    assert second == "right: The harbour opened in 1892 near Porto."
     assert together.startswith("together: The harbour")
     assert "/each QUESTION: the question is missing" in output.err
     assert "left, unlike another one: 1887, Lisbon" in output.err
@@ -173,7 +173,7 @@ def test_each_shows_every_members_own_answer_and_the_differences(
 def test_differ_shows_each_members_words(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said("/differ\nWhen?\n/differ\n/clear\n/differ\n", two_speakers(recite), monkeypatch) == 0
+    assert run_chat("/differ\nWhen?\n/differ\n/clear\n/differ\n", two_speakers(recite), monkeypatch) == 0
     output = capsys.readouterr()
     won, lost = ("1887", "1892") if "1887" in output.out else ("1892", "1887")
     assert output.err.count("no whole answer") == 2
@@ -182,14 +182,14 @@ def test_differ_shows_each_members_words(
     assert won in first
     assert f"“{lost}" in first
     one = recite("only", "Plain words spoken here.")
-    assert said("When?\n/differ\n", ["--member", one], monkeypatch) == 0
+    assert run_chat("When?\n/differ\n", ["--member", one], monkeypatch) == 0
     assert "members differ in no word" in capsys.readouterr().err
 
 
-def test_each_says_why_an_answer_failed_and_shows_the_others(
+def test_each_reports_why_an_answer_failed_and_shows_the_others(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(f"/each {'long ' * 5000}\n/each When?\n", two_speakers(recite), monkeypatch) == 0
+    assert run_chat(f"/each {'long ' * 5000}\n/each When?\n", two_speakers(recite), monkeypatch) == 0
     output = capsys.readouterr()
     assert "shorten the prompt" in output.err
     assert "left: The harbour opened in 1887" in output.out

@@ -27,7 +27,7 @@ def folder(recite: Callable[..., str], tmp_path: Path, monkeypatch: pytest.Monke
     return tmp_path
 
 
-def test_the_verdict_is_printed_and_everything_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_is_printed_and_all_files_are_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl"]
     assert main([*command, "--out", "report.html", "--vote", "vote.html", "--against", "second"]) == 0
     out, err = capsys.readouterr()
@@ -102,7 +102,7 @@ def test_mistakes_are_named_before_any_model_is_loaded(
     assert "loading" not in err
 
 
-def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
+def test_the_best_member_is_sampled_with_the_compute_of_the_ensemble(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--equal-compute", "--most-samples", "3"]
@@ -144,7 +144,7 @@ def test_members_are_suggested_without_an_ensemble(folder: Path, capsys: pytest.
     assert main([*command, "--suggest", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == "first"
     assert main(command) == 0
-    assert "44/66 many at a time" in capsys.readouterr().err, "the members alone are known"
+    assert "44/66 many at a time" in capsys.readouterr().err, "the members' own answers are stored"
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.Capture
 def test_a_gain_is_written_and_read_by_ask(
     folder: Path, recite: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two members that are as sure of themselves, the one that is right gets the heavier vote."""
+    """Of two equally certain members, the one that is right gets the larger weight."""
     right = recite("right", "Another answer entirely.", certainty=7.0)
     rows = [{"question": f"Speak {n}", "reference": "Another answer entirely."} for n in range(40)]
     (folder / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,7 @@ from tests.support.graphs_without_gpu import Driver, driver
 __all__ = ["driver"]
 
 
-def shown(engine: EnsembleEngine, execution: str) -> str:
+def doctor_output(engine: EnsembleEngine, execution: str) -> str:
     out = Console(record=True, width=160)
     checkup = examine(replace(engine.config, execution=execution))
     assert not checkup.problems
@@ -25,14 +25,14 @@ def shown(engine: EnsembleEngine, execution: str) -> str:
 
 
 def test_captured_steps_are_counted_as_replayed(driver: Driver, tiny_engine: EnsembleEngine) -> None:
-    line = shown(tiny_engine, "paged")
+    line = doctor_output(tiny_engine, "paged")
     assert line.count("replayed") == line.count("packed") == 2
     assert "dynamic" not in line
     assert driver.replays > 10
 
 
-def test_without_captures_nothing_is_answered(tiny_engine: EnsembleEngine) -> None:
-    assert shown(tiny_engine, "paged").split() == ["forward", "passes", UNKNOWN, UNKNOWN]
+def test_doctor_runs_no_answer_without_captured_steps(tiny_engine: EnsembleEngine) -> None:
+    assert doctor_output(tiny_engine, "paged").split() == ["forward", "passes", UNKNOWN, UNKNOWN]
 
 
 def test_a_short_answer_that_fails_is_a_problem(

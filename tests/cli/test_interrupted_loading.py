@@ -1,4 +1,4 @@
-"""Ctrl-C while members load: a command says so in one line, and Python raises `KeyboardInterrupt` once."""
+"""Ctrl-C while members load: a command prints one line, and Python raises `KeyboardInterrupt` once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_pty import COLOUR, in_terminal
-from tests.support.terminals import COMMAND, hear_interrupts
+from tests.support.terminals import COMMAND, restore_interrupts
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +42,9 @@ def speaker(recite: Callable[..., str]) -> str:
 
 
 def interrupted(command: list[str], until: bytes) -> tuple[int, bytes, bytes]:
-    """Run it, and interrupt it once a line of its output holds that; exit code, the rest of stdout, stderr."""
+    """Run a command and interrupt it after a line of output with `until`: exit code, the rest of stdout, stderr."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_interrupts, bufsize=0
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=restore_interrupts, bufsize=0
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -59,7 +59,7 @@ def interrupted(command: list[str], until: bytes) -> tuple[int, bytes, bytes]:
 
 
 @pytest.mark.parametrize("command", [["ask", "Speak"], ["chat"]])
-def test_a_command_says_in_one_line_that_it_was_interrupted(command: list[str], speaker: str) -> None:
+def test_an_interrupted_command_prints_one_line(command: list[str], speaker: str) -> None:
     code, output = in_terminal([*command, "--member", speaker], until=b"loading")
     assert code == 130
     assert "Traceback" not in output
@@ -67,7 +67,7 @@ def test_a_command_says_in_one_line_that_it_was_interrupted(command: list[str], 
     assert [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in texts] == ["specfuse-llm: interrupted"]
 
 
-def test_a_server_that_loads_ends_with_one_line(speaker: str) -> None:
+def test_an_interrupted_loading_server_prints_one_line(speaker: str) -> None:
     members = ["--member", speaker]
     code, _, errors = interrupted([*COMMAND, "serve", "--port", "0", *members], until=b"loading speaker")
     assert code == 130
@@ -81,7 +81,7 @@ def test_a_command_is_interrupted_while_it_imports_its_libraries() -> None:
     assert (done.returncode, done.stderr) == (130, "specfuse-llm: interrupted\n")
 
 
-def test_python_raises_it_once(speaker: str, tmp_path: Path) -> None:
+def test_python_raises_keyboardinterrupt_once(speaker: str, tmp_path: Path) -> None:
     program = tmp_path / "loads.py"
     program.write_text(LOADS)
     code, out, errors = interrupted([sys.executable, str(program), speaker], until=b"reading the weights")

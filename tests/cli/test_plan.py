@@ -1,4 +1,4 @@
-"""`specfuse-llm doctor --plan`: from config.json alone, for this machine or for one that is not bought yet."""
+"""`specfuse-llm doctor --plan`: from config.json alone, for this machine or for described hardware."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_a_plan_that_does_not_fit_fails_with_one_line_of_advice(
     assert "leaving out glm-4-9b, gemma-2-9b" in err
 
 
-def test_more_answers_and_longer_context_take_more(five: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_answers_and_a_longer_context_need_more_memory(
+    five: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = []
     for options in ([], ["--answers", "8", "--context", "8192"]):
         assert main(["doctor", "--plan", "--json", "--devices", "5x48GB", *options, *five]) == 0

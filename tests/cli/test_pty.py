@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.terminals import COMMAND, hear_interrupts
+from tests.support.terminals import COMMAND, restore_interrupts
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ HOSTILE = "Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok"
 
 
 def in_terminal(arguments: list[str], until: bytes | None = None, **environment: str) -> tuple[int, str]:
-    """Run on a pseudo-terminal; with `until`, interrupt once that was shown. Exit code and all output."""
+    """Run on a pseudo-terminal, and interrupt after `until` was printed: exit code and all output."""
     master, slave = pty.openpty()
     settings = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}}
     settings |= {"TERM": "xterm", **environment}
@@ -35,7 +35,7 @@ def in_terminal(arguments: list[str], until: bytes | None = None, **environment:
         stderr=slave,
         env=settings,
         start_new_session=True,
-        preexec_fn=hear_interrupts,
+        preexec_fn=restore_interrupts,
     )
     os.close(slave)
     output = read_terminal(master, process, until)
@@ -50,7 +50,7 @@ def read_terminal(master: int, process: subprocess.Popen[bytes], until: bytes | 
             continue
         try:
             output += os.read(master, 65536)
-        except OSError:  # the other end was closed
+        except OSError:  # the terminal was closed
             return output
         if until and until in output:
             process.send_signal(signal.SIGINT)
@@ -87,7 +87,7 @@ def test_no_color_means_no_colour(pair: list[str]) -> None:
     assert "Plain words spoken here.\n" in output
 
 
-def test_a_terminal_obeys_nothing_that_a_model_wrote(hostile: list[str]) -> None:
+def test_control_sequences_of_a_model_have_no_effect_on_the_terminal(hostile: list[str]) -> None:
     code, output = in_terminal(["ask", "Speak", "--explain", *hostile])
     assert code == 0
     assert "\x1b]0;" not in output
@@ -132,10 +132,10 @@ def test_a_reader_that_leaves_early_causes_no_traceback(recite: Callable[..., st
 
 
 @pytest.mark.parametrize("target", [">&-", "> /dev/full"])
-def test_an_output_that_takes_nothing_causes_no_traceback(recite: Callable[..., str], target: str) -> None:
+def test_an_unwritable_output_causes_no_traceback(recite: Callable[..., str], target: str) -> None:
     speaker = recite("brief", "So be it.")
-    request = shlex.join([*COMMAND, "ask", "Speak", "--member", speaker])
-    done = subprocess.run(["bash", "-c", f"{request} {target}"], stderr=subprocess.PIPE, timeout=100)
+    command = shlex.join([*COMMAND, "ask", "Speak", "--member", speaker])
+    done = subprocess.run(["bash", "-c", f"{command} {target}"], stderr=subprocess.PIPE, timeout=100)
     assert b"Traceback" not in done.stderr
     assert done.returncode == (1 if "full" in target else 0)
 

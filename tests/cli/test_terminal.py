@@ -1,4 +1,4 @@
-"""What is drawn from events, without any model."""
+"""The terminal's output for given events, without any model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def console(*, tty: bool = False) -> Console:
     return Console(file=io.StringIO(), force_terminal=tty, color_system=color, markup=False, highlight=False, width=100)
 
 
-def shown(of: Console) -> str:
+def text_of(of: Console) -> str:
     assert isinstance(of.file, io.StringIO)
     return of.file.getvalue()
 
@@ -98,7 +98,7 @@ def shown(of: Console) -> str:
 def draw(*segments: str, tty: bool = False) -> tuple[str, str]:
     out, notes = console(tty=tty), console()
     terminal.show_answer(answer(*segments), out, notes)
-    return shown(out), shown(notes)
+    return text_of(out), text_of(notes)
 
 
 def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
@@ -126,7 +126,7 @@ def test_the_answer_ends_with_exactly_one_line_end() -> None:
     assert draw("")[0] == ""
 
 
-def test_the_legend_comes_first_and_exits_are_noted() -> None:
+def test_the_legend_is_printed_first_and_exits_are_noted() -> None:
     _, notes = draw("One ")
     assert notes.splitlines() == ["● [red]a  ● b", "b left after round 1 (retention 0.125)"]
 
@@ -139,9 +139,9 @@ def test_a_failed_member_is_reported_after_the_answer() -> None:
     ]
     out, notes = console(), console()
     terminal.show_answer([*events[:-1], *failed, events[-1]], out, notes)
-    assert shown(out) == "One \n"
-    assert "failed in verify\\x1b[2J and left the answer: device lost" in shown(notes)
-    assert "b left after round 2 (it failed)" in shown(notes)
+    assert text_of(out) == "One \n"
+    assert "failed in verify\\x1b[2J and left the answer: device lost" in text_of(notes)
+    assert "b left after round 2 (it failed)" in text_of(notes)
 
 
 def test_shown_text_stays_when_a_stream_breaks_off() -> None:
@@ -152,7 +152,7 @@ def test_shown_text_stays_when_a_stream_breaks_off() -> None:
     out = console()
     with pytest.raises(KeyboardInterrupt):
         terminal.show_answer(interrupted(), out, console())
-    assert shown(out) == "One \n"
+    assert text_of(out) == "One \n"
 
 
 def finished(*segments: str) -> EnsembleResult:
@@ -164,19 +164,19 @@ def finished(*segments: str) -> EnsembleResult:
 def test_the_summary_names_members_speed_and_finish_reason() -> None:
     notes = console()
     terminal.show_summary(finished("One ", "two", "three"), notes)
-    lines = [line.split() for line in shown(notes).splitlines() if line]
+    lines = [line.split() for line in text_of(notes).splitlines() if line]
     assert lines[1] == ["[red]a", "2", "0.633", "0.500", "–"]
     assert lines[2] == ["b", "1", "0.467", "0.500", "1"]
-    assert "first segment 0.50 s · 5.0 tokens/s (20 in 4.00 s)" in shown(notes)
-    assert r'finished: stop at "\n###"' in shown(notes)
+    assert "first segment 0.50 s · 5.0 tokens/s (20 in 4.00 s)" in text_of(notes)
+    assert r'finished: stop at "\n###"' in text_of(notes)
 
 
-def test_explain_says_which_candidate_repeats() -> None:
+def test_explain_marks_the_candidate_that_repeats() -> None:
     out, result = console(), finished("One ", "two")
     winner, loser = result.rounds[0].candidates
-    reported = replace(result.rounds[0], candidates=(winner, replace(loser, score=0.0, repeats=True)))
-    terminal.show_rounds(replace(result, rounds=(reported, *result.rounds[1:])), out)
-    text = shown(out)
+    record = replace(result.rounds[0], candidates=(winner, replace(loser, score=0.0, repeats=True)))
+    terminal.show_rounds(replace(result, rounds=(record, *result.rounds[1:])), out)
+    text = text_of(out)
     assert r'"loser\n\u001b[2J" (ends) (repeats)' in text
     assert text.count("(repeats)") == 1
 
@@ -184,7 +184,7 @@ def test_explain_says_which_candidate_repeats() -> None:
 def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings() -> None:
     out = console()
     terminal.show_rounds(finished("One ", "two"), out)
-    text = shown(out)
+    text = text_of(out)
     assert "round 1 · draft 0.25 s, verify 0.12 s" in text
     assert "round 2" in text
     winner = next(line for line in text.splitlines() if line.startswith("→"))
@@ -200,19 +200,19 @@ def test_differences_come_with_other_members_words_as_plain_text() -> None:
     out, weights = console(), {"[red]a": 0.75, "b": 0.25}
     drafts = {"b": "It is 41 \x1b[2Jof [bold]them"}
     terminal.show_differences(differing([("It is 42 [bold]or so", drafts), (" and on", {})], weights), out)
-    header, first, second = shown(out).strip().splitlines()
+    header, first, second = text_of(out).strip().splitlines()
     assert header.split() == ["where", "members", "differ", "instead", "agree"]
-    reported = [r"b “41 \x1b[2Jof”", "weight 0.250, score 0.250", "0.750"]
-    assert re.split(r"  +", first) == ["It is 42 [bold]or so and on", *reported]
+    expected = [r"b “41 \x1b[2Jof”", "weight 0.250, score 0.250", "0.750"]
+    assert re.split(r"  +", first) == ["It is 42 [bold]or so and on", *expected]
     assert re.split(r"  +", second)[:2] == ["It is 42 [bold]or so and on", "b “them…”"]
-    assert "\x1b" not in shown(out)
+    assert "\x1b" not in text_of(out)
 
 
 def test_fields_come_with_their_alternatives() -> None:
     out = console()
     answer = differing([('{"n": 42, "ok": true}', {"b": '{"n": 41, "ok": true}'})], {"a": 0.75, "b": 0.25}, over=True)
     terminal.show_differences(answer, out)
-    lines = [re.split(r"  +", line.strip()) for line in shown(out).strip().splitlines()]
+    lines = [re.split(r"  +", line.strip()) for line in text_of(out).strip().splitlines()]
     assert lines[-3:] == [
         ["field", "value", "instead", "agree"],
         ["$.n", "42", "b “41”", "weight 0.250, score 0.250", "0.750"],
@@ -224,19 +224,19 @@ def test_a_terminal_shows_the_most_important_differences_and_counts_the_others()
     out, words = console(), [f"w{n}" for n in range(30)]
     rounds = [(f" same {word}", {"b": f" same x{word}"}) for word in words]
     terminal.show_differences(differing(rounds, {"a": 0.75, "b": 0.25}), out)
-    assert "18 less important ones are in --json and --report" in shown(out)
+    assert "18 less important ones are in --json and --report" in text_of(out)
 
 
-def test_explain_names_the_leader_and_the_savings_of_guesses() -> None:
+def test_explain_names_the_leader_and_the_savings_of_speculation() -> None:
     out, result = console(), finished("One ", "two")
     led, plain = replace(result.rounds[0], leader="b"), result.rounds[1]
     members = {
         MEMBERS[0]: MemberUsage(7, 30, 40, 20, forwards=13, guessed=9, accepted=5),
         "b": MemberUsage(7, 30, 40, 20),
     }
-    reported = replace(result, rounds=(led, plain), usage=replace(result.usage, members=members))
-    terminal.show_rounds(reported, out)
-    lines = shown(out).splitlines()
+    changed = replace(result, rounds=(led, plain), usage=replace(result.usage, members=members))
+    terminal.show_rounds(changed, out)
+    lines = text_of(out).splitlines()
     first, second = (line for line in lines if line.startswith("round "))
     assert first.endswith("· b drafted first")
     assert "drafted first" not in second
@@ -246,7 +246,7 @@ def test_explain_names_the_leader_and_the_savings_of_guesses() -> None:
 def test_a_control_sequence_in_a_member_name_is_written_out() -> None:
     notes = console()
     terminal.show_answer([StartEvent(("m\x1b[31m",), 1), answer("One ")[-1]], console(), notes)
-    assert shown(notes) == "● m\\x1b[31m\n"
+    assert text_of(notes) == "● m\\x1b[31m\n"
 
 
 def test_reasoning_is_a_note_before_the_answer() -> None:
@@ -255,18 +255,18 @@ def test_reasoning_is_a_note_before_the_answer() -> None:
     one, second = MEMBERS
     thoughts = [ThinkingEvent(one, "Hm, "), ThinkingEvent(one, "yes."), ThinkingEvent(second, "\x1b[2JNo.")]
     terminal.show_answer([start, *thoughts, *rest], out, notes)
-    assert shown(out) == "One two.\n"
-    assert f"{one} thinks:\nHm, yes.\n{second} thinks:\n\\x1b[2JNo.\n" in shown(notes)
+    assert text_of(out) == "One two.\n"
+    assert f"{one} thinks:\nHm, yes.\n{second} thinks:\n\\x1b[2JNo.\n" in text_of(notes)
 
 
-def test_members_that_were_late_are_named_with_their_rounds() -> None:
+def test_late_members_are_named_with_their_rounds() -> None:
     out, notes, result = console(), console(), finished("One ", "two")
     late = MemberAbsence("\x1b[31mb", "verify", 5)
-    reported = replace(result, rounds=(result.rounds[0], replace(result.rounds[1], absent=(late,))))
-    terminal.show_rounds(reported, out)
-    assert "\\x1b[31mb sat this round out: late with its verdicts" in shown(out)
+    changed = replace(result, rounds=(result.rounds[0], replace(result.rounds[1], absent=(late,))))
+    terminal.show_rounds(changed, out)
+    assert "\\x1b[31mb sat this round out: late with its verdicts" in text_of(out)
     terminal.show_summary(result, notes)
-    assert "late rounds" not in shown(notes)
-    reported = replace(reported, rounds=(*result.rounds[:1], replace(result.rounds[1], absent=(MemberAbsence("b"),))))
-    terminal.show_summary(reported, notes)
-    assert "late rounds" in shown(notes)
+    assert "late rounds" not in text_of(notes)
+    changed = replace(changed, rounds=(*result.rounds[:1], replace(result.rounds[1], absent=(MemberAbsence("b"),))))
+    terminal.show_summary(changed, notes)
+    assert "late rounds" in text_of(notes)

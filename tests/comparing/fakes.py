@@ -13,13 +13,13 @@ from specfuse_shared.members.stages import Fault, MemberInfo, Open, StageRequest
 from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]
-"""Member → question → what it says; "" is said to any other question."""
+"""Member → question → its answer; the answer of "" is for all other questions."""
 Samples = Mapping[str, Sequence[str]]
-"""Member → what it says at a temperature above 0 to every question: with seed 1, with seed 2, and so on."""
+"""Member → its answers to every question at a temperature above 0, for seed 1, seed 2, and so on."""
 
 
 class ScriptedLane(FakeLane):
-    """A lane whose one member looks its answer up by the prompt, which it knows by the hashes of its words."""
+    """A lane with one member that looks up its answer by the prompt, identified by the hashes of its words."""
 
     def __init__(self, member: MemberConfig, fakes: Fakes) -> None:
         super().__init__({member.label: scripted(".")}, fakes.sure, disturb=fakes.disturb, sizes=fakes.sizes)
@@ -41,7 +41,7 @@ class ScriptedLane(FakeLane):
         return super()._value(key, request)
 
     def _verdict(self, member, text, ends):  # type: ignore[no-untyped-def]
-        """With `own`, a member likes what it would say itself, and little else."""
+        """With `own`, a member gives only its own answer a high probability."""
         if not self.own:
             return super()._verdict(member, text, ends)
         words = text.split() + ["."] * ends
@@ -70,13 +70,13 @@ class Fakes:
 
     @property
     def opened(self) -> int:
-        """Prompts that were read, over all members."""
-        return sum(isinstance(request.op, Open) for lane in self.lanes for request in lane.asked)
+        """Number of prompts of all members."""
+        return sum(isinstance(request.op, Open) for lane in self.lanes for request in lane.requests)
 
     @property
     def sampled(self) -> int:
-        """Prompts that were read to be answered by a sample."""
-        ops = [request.op for lane in self.lanes for request in lane.asked]
+        """Number of prompts with a sampled answer."""
+        ops = [request.op for lane in self.lanes for request in lane.requests]
         return sum(isinstance(op, Open) and not op.params.greedy for op in ops)
 
 
@@ -92,5 +92,5 @@ class _FakeEngine(EnsembleEngine):
 
 
 def pair_of(first: str, second: str) -> Script:
-    """Two members that say the same to everything."""
+    """Two members with equal answers to all questions."""
     return {"first": {"": first}, "second": {"": second}}

@@ -1,4 +1,4 @@
-"""A comparison over members of plain Python: its requests, the answers that it keeps, and the effects of failures."""
+"""A comparison over members of plain Python: its requests, its stored answers, and the effects of failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_timed_questions_have_an_engine_without_the_others_and_count() -> None:
     assert len(result.answers[ENSEMBLE]) == 30
 
 
-def test_leaving_one_out_asks_the_ensemble_without_each() -> None:
+def test_leave_one_out_runs_the_ensemble_without_each_member() -> None:
     script = {**SEA, "third": {"": "a bird ."}}
     result = compare(["first", "second", "third"], ROWS, make_engine=Fakes(script), timed=0, leave_one_out=True)
     names = ["first", "second", "third", ENSEMBLE, "without first", "without second", "without third"]
@@ -63,7 +63,7 @@ def test_leaving_one_out_asks_the_ensemble_without_each() -> None:
     assert pair.without("first") == "second"
 
 
-def test_a_second_run_asks_nothing_and_says_the_same(tmp_path: Path) -> None:
+def test_a_second_run_asks_nothing_and_prints_the_same_report(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     first = compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA))
     fakes = Fakes(SEA)
@@ -74,7 +74,7 @@ def test_a_second_run_asks_nothing_and_says_the_same(tmp_path: Path) -> None:
     assert str(again.verdict) == str(first.verdict)
 
 
-def test_only_what_changed_is_asked_again(tmp_path: Path) -> None:
+def test_only_changed_questions_are_asked_again(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     compare(["first", "second"], ROWS[:20], run=run, make_engine=Fakes(SEA), timed=0)
     more = Fakes(SEA)
@@ -85,7 +85,7 @@ def test_only_what_changed_is_asked_again(tmp_path: Path) -> None:
     assert longer.opened == 4 * 30
     third = Fakes({**SEA, "third": {"": "the sea ."}})
     compare(["first", "second", "third"], ROWS, run=run, make_engine=third, timed=0)
-    assert third.opened == 4 * 30, "the third alone, and all three; the others alone are known"
+    assert third.opened == 4 * 30, "the third alone, and all three; answers of the others are stored"
 
 
 def test_progress_begins_with_kept_answers_and_ends_with_all(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_progress_begins_with_kept_answers_and_ends_with_all(tmp_path: Path) -> 
     assert [p.done for p in reported] == sorted(p.done for p in reported)
 
 
-def test_a_long_list_is_taken_as_far_as_answers_come() -> None:
-    """So memory does not grow with the questions."""
+def test_a_long_list_of_requests_is_read_lazily() -> None:
+    """The memory does not grow with the number of questions."""
     taken, done = 0, 0
 
     def todo() -> Iterator[int]:
@@ -116,7 +116,7 @@ def test_a_long_list_is_taken_as_far_as_answers_come() -> None:
     assert engine.closed
 
 
-def test_leaving_early_ends_what_still_runs() -> None:
+def test_closing_a_run_early_stops_its_running_requests() -> None:
     with Fakes(SEA)(EnsembleConfig(["first", "second"])) as engine:
         answers = asked_together(engine, iter(range(500)), lambda n: engine.generate(f"question {n % 30}"))
         next(answers)
@@ -142,7 +142,7 @@ def failing(member: str, after: int) -> Fakes:
     return Fakes(SEA, disturb=disturb)
 
 
-def test_a_member_that_fails_half_way_is_left_out_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_a_member_that_fails_halfway_is_left_out_and_other_answers_are_stored(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     result = compare(["first", "second"], ROWS, run=run, make_engine=failing("second", after=10), timed=0)
     assert list(result.answers) == ["first", ENSEMBLE]
@@ -154,11 +154,11 @@ def test_a_member_that_fails_half_way_is_left_out_and_the_rest_is_kept(tmp_path:
     assert faults.endswith("answers of the ensemble and left them")
     well = Fakes(SEA)
     again = compare(["first", "second"], ROWS, run=run, make_engine=well, timed=0)
-    assert 20 <= well.opened <= 30, "what failed is asked again, the ensemble's answers are kept"
+    assert 20 <= well.opened <= 30, "failed requests are repeated, the ensemble's answers are stored"
     assert list(again.answers) == ["first", "second", ENSEMBLE]
 
 
-def test_a_member_that_fails_from_the_first_word_does_not_keep_the_others_from_being_timed() -> None:
+def test_a_member_that_always_fails_does_not_prevent_timing_the_others() -> None:
     result = compare(
         ["first", "second", "third"],
         ROWS,
@@ -169,7 +169,7 @@ def test_a_member_that_fails_from_the_first_word_does_not_keep_the_others_from_b
     assert result.costs[ENSEMBLE].timed == result.costs["first"].timed == 3
 
 
-def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None:
+def test_questions_that_one_member_cannot_answer_are_left_out_for_all() -> None:
     result = compare(["first", "second"], ROWS, make_engine=failing("second", after=46), timed=0)
     rows = len(result.questions)
     assert 15 < rows < 30
@@ -183,7 +183,7 @@ def test_if_no_member_can_answer_the_reason_is_reported() -> None:
         compare(["first", "second"], ROWS, make_engine=broken, timed=0)
 
 
-def test_a_broken_engine_ends_the_run_and_earlier_answers_are_kept(tmp_path: Path) -> None:
+def test_a_broken_engine_ends_the_run_and_earlier_answers_are_stored(tmp_path: Path) -> None:
     run, drafts = tmp_path / "run.jsonl", 0
 
     def kill(request: StageRequest) -> Fault | None:
@@ -203,7 +203,7 @@ def test_a_broken_engine_ends_the_run_and_earlier_answers_are_kept(tmp_path: Pat
 # ── the run's file ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_line_that_was_left_half_is_asked_again(tmp_path: Path) -> None:
+def test_the_question_of_a_partial_line_is_asked_again(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA), timed=0)
     data = run.read_bytes()
@@ -218,7 +218,7 @@ def test_a_line_that_was_left_half_is_asked_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["my thesis\n", "my thesis", '{"a": 1}\n'])
-def test_a_file_that_is_none_of_a_run_is_not_touched(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_format_is_not_changed(tmp_path: Path, text: str) -> None:
     run = tmp_path / "thesis.txt"
     run.write_text(text)
     with pytest.raises(ConfigError, match="is not a run's file: name another one"):
@@ -226,7 +226,7 @@ def test_a_file_that_is_none_of_a_run_is_not_touched(tmp_path: Path, text: str) 
     assert run.read_text() == text
 
 
-def test_a_run_that_cannot_be_kept_is_refused_before_any_model_is_loaded(tmp_path: Path) -> None:
+def test_an_unwritable_run_file_is_refused_before_any_model_is_loaded(tmp_path: Path) -> None:
     fakes = Fakes(SEA)
     with pytest.raises(ConfigError, match=r"cannot be kept in .*missing.*No such file or directory"):
         compare(["first", "second"], ROWS, run=tmp_path / "missing" / "run.jsonl", make_engine=fakes)
@@ -256,7 +256,7 @@ compare(["first", "second"], rows, run={run!r}, make_engine=slow, timed=0)
 
 
 @pytest.mark.slow
-def test_a_thousand_questions_killed_three_times_ask_nothing_twice_and_lose_nothing(tmp_path: Path) -> None:
+def test_a_run_killed_three_times_asks_no_question_twice_and_loses_none(tmp_path: Path) -> None:
     run, root = tmp_path / "run.jsonl", str(Path(__file__).parents[2])
     sizes = [0]
     for _ in range(3):
@@ -275,7 +275,7 @@ def test_a_thousand_questions_killed_three_times_ask_nothing_twice_and_lose_noth
     fakes = Fakes(pair_of("the sea .", "a bird ."))
     result = compare(["first", "second"], rows, run=run, make_engine=fakes, timed=0)
     after = [json.loads(line)["key"] for line in run.read_bytes().splitlines()[1:]]
-    assert after[: len(keys)] == keys, "what was answered is kept as it was"
+    assert after[: len(keys)] == keys, "stored answers are unchanged"
     assert len(after) == len(set(after)), "nothing was asked twice"
     assert len(result.questions) == 1000
     assert 0 < len(keys) < 3000

@@ -22,7 +22,7 @@ LONG = "a-member-with-a-long-name/of-an-organisation"
 
 
 def comparison() -> Comparison:
-    """Twelve questions to which the ensemble is as good as the best, twelve worse, twelve better; two wrote it."""
+    """On twelve questions each, the ensemble equals its best member, is worse, and is better; two members wrote it."""
     result = made(
         {"one": [GOOD] * 24 + [BAD] * 12, LONG: [BAD] * 36, ENSEMBLE: ([GOOD] * 12 + [BAD] * 12) * 1 + [GOOD] * 12}
     )
@@ -33,7 +33,7 @@ def comparison() -> Comparison:
     return replace(result, answers={**result.answers, ENSEMBLE: ours}, remarks=("line 7 is left out: <i>no</i> JSON",))
 
 
-def test_the_verdict_comes_first_and_text_is_text(opened: Callable[..., Page]) -> None:
+def test_the_verdict_is_first_and_text_is_not_interpreted_as_html(opened: Callable[..., Page]) -> None:
     result = comparison()
     page = opened(result.to_html(), java_script_enabled=False)
     assert page.locator("h1").inner_text() == result.verdict.headline
@@ -43,16 +43,16 @@ def test_the_verdict_comes_first_and_text_is_text(opened: Callable[..., Page]) -
 
 def test_filters_show_the_questions_that_they_name_without_scripts(opened: Callable[..., Page]) -> None:
     page = opened(comparison().to_html(), java_script_enabled=False)
-    output = page.locator(".row:visible")
-    assert output.count() == 36
+    rows = page.locator(".row:visible")
+    assert rows.count() == 36
     for label, count in (("it is worse (12)", 12), ("the ensemble is better than the best member (12)", 12)):
         page.get_by_label(label).check()
-        assert output.count() == count
+        assert rows.count() == count
     page.get_by_label("all (36)").check()
-    assert output.count() == 36
+    assert rows.count() == 36
 
 
-def test_an_answer_is_in_the_colours_of_those_who_wrote_it(opened: Callable[..., Page]) -> None:
+def test_an_answer_has_its_authors_colours(opened: Callable[..., Page]) -> None:
     page = opened(comparison().to_html())
     pieces = page.locator("#q1 .ours .seg")
     assert pieces.all_inner_texts() == ["the", " sea"]
@@ -85,9 +85,7 @@ def test_the_report_prints_without_filters_and_with_whole_answers(opened: Callab
     assert page.locator(".said").first.evaluate("e => getComputedStyle(e).maxBlockSize") == "none"
 
 
-def test_a_person_votes_by_keyboard_and_a_saved_copy_holds_the_votes(
-    opened: Callable[..., Page], tmp_path: Path
-) -> None:
+def test_votes_by_keyboard_are_in_the_saved_copy(opened: Callable[..., Page], tmp_path: Path) -> None:
     output = comparison()
     pairs = pairs_of(output)
     page = opened(output.to_voting_page())
@@ -114,7 +112,7 @@ def test_a_person_votes_by_keyboard_and_a_saved_copy_holds_the_votes(
     assert again.locator("#place").inner_text() == f"21 of {len(pairs)}, 20 voted"
 
 
-def test_buttons_vote_too(opened: Callable[..., Page]) -> None:
+def test_votes_by_buttons_are_counted(opened: Callable[..., Page]) -> None:
     page = opened(comparison().to_voting_page())
     page.get_by_role("button", name="Right →").click()
     page.get_by_role("button", name="Back ⌫").click()

@@ -34,12 +34,12 @@ def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, 
     return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})
 
 
-def reported(comparison: Comparison, title: str) -> str:
+def section_of(comparison: Comparison, title: str) -> str:
     return next((point.text for point in comparison.verdict.points if point.title == title), "")
 
 
-def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> None:
-    """Of two members as large as each other: prompts of 2 words; the fake counts 2 words an answer, and none for
+def test_the_number_of_samples_follows_from_the_counted_work() -> None:
+    """Two members of equal size: prompts of 2 words; the fake counts 2 words an answer, and none for
     verifications. (2 · (2 + 2) − 2) ÷ 2 = 3."""
     made = fakes()
     result = compared(made)
@@ -53,7 +53,7 @@ def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> N
     assert result.costs[COLUMN].flop == result.costs[ENSEMBLE].flop == 2 * 1000 * 8
 
 
-def test_a_larger_member_is_paid_fewer_samples_and_a_smaller_one_more() -> None:
+def test_a_larger_member_gets_fewer_samples_and_a_smaller_one_more() -> None:
     large = compared(fakes(sizes={"first": 1000, "second": 100})).equal
     small = compared(fakes(sizes={"first": 1000, "second": 4000})).equal
     assert large is not None
@@ -72,18 +72,18 @@ def test_a_single_sample_is_the_greedy_answer() -> None:
         q: a.text for q, a in result.answers["first"].items()
     }
     assert "ceiling" not in result.equal.columns
-    assert "allows: 3.0 (at most 1 are asked)" in reported(result, "Equal compute")
+    assert "allows: 3.0 (at most 1 are asked)" in section_of(result, "Equal compute")
 
 
 def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     result = compared(fakes(), timed=2)
     assert "points more than the best member, first, asked once, on 30 questions" in result.verdict.headline
-    compute, seconds = reported(result, "Equal compute"), reported(result, "Equal seconds")
+    compute, seconds = section_of(result, "Equal compute"), section_of(result, "Equal seconds")
     assert compute.startswith("worse: the ensemble has -"), compute
     assert "points more than first, 3 samples; samples that its compute allows: 3.0;" in compute
     assert "the ensemble has " in seconds
     assert "(medians of 2)" in seconds
-    assert "chosen by references" in reported(result, "Ceiling")
+    assert "chosen by references" in section_of(result, "Ceiling")
     assert any("one temperature (0.7)" in limit for limit in result.verdict.limits)
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert plain["equal"]["differences"]["compute"]["all"]["rows"] == 30
@@ -99,12 +99,12 @@ def test_without_the_option_nothing_is_sampled_or_reported() -> None:
     assert result.equal is None
     assert made.sampled == 0
     assert "asked once" not in result.verdict.headline
-    assert not reported(result, "Equal compute")
+    assert not section_of(result, "Equal compute")
     assert result.to_dict()["equal"] is None
 
 
-def kept_samples(run: Path) -> int:
-    """Samples in the file of a run, none of them twice."""
+def stored_samples(run: Path) -> int:
+    """Samples in the file of a run; none may be there twice."""
     records = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
     keys = [record["key"] for record in records if "sample_of" in record]
     assert len(set(keys)) == len(keys)
@@ -114,71 +114,71 @@ def kept_samples(run: Path) -> int:
 # ── resume ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_second_run_asks_nothing_and_other_settings_ask_what_they_lack(tmp_path: Path) -> None:
+def test_a_second_run_asks_nothing_and_other_settings_ask_only_missing_samples(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     first = compared(fakes(), run=run, timed=2)
-    assert 3 * 30 <= kept_samples(run) <= 32 * 30, "three for the compute; how many for the seconds was measured"
+    assert 3 * 30 <= stored_samples(run) <= 32 * 30, "three for the compute; how many for the seconds was measured"
     again = fakes()
     assert compared(again, run=run, timed=2).to_dict() == first.to_dict()
     assert not again.engines
     fewer = fakes()
     compared(fewer, run=run, equal_compute=Sampling(most=2))
     assert fewer.sampled == 0
-    before = kept_samples(run)
+    before = stored_samples(run)
     compared(fakes(), run=run, equal_compute=Sampling(temperature=1.0, most=2))
-    assert kept_samples(run) == before + 2 * 30
+    assert stored_samples(run) == before + 2 * 30
     compared(fakes(), run=run, max_tokens=7, equal_compute=Sampling(most=2))
-    assert kept_samples(run) == before + 4 * 30
+    assert stored_samples(run) == before + 4 * 30
 
 
-def test_more_rows_and_a_dearer_ensemble_ask_only_further_samples(tmp_path: Path) -> None:
+def test_more_rows_and_a_costlier_ensemble_ask_only_further_samples(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     compared(fakes(), ROWS[:20], run=run, equal_compute=Sampling(most=2))
-    assert kept_samples(run) == 2 * 20
+    assert stored_samples(run) == 2 * 20
     compared(fakes(), ROWS[:20], run=run)
-    assert kept_samples(run) == 3 * 20
+    assert stored_samples(run) == 3 * 20
     compared(fakes(), run=run)
-    assert kept_samples(run) == 3 * 30
+    assert stored_samples(run) == 3 * 30
 
 
-def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: Path) -> None:
+def test_the_work_of_stored_answers_without_counts_is_not_estimated(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     compared(fakes(), run=run, equal_compute=False)
     old = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
     run.write_text("".join(json.dumps({k: v for k, v in each.items() if k != "work"}) + "\n" for each in old))
     result = compared(fakes(), run=run)
-    assert "without counting compute" in reported(result, "Equal compute")
+    assert "without counting compute" in section_of(result, "Equal compute")
 
 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_references_nothing_is_asked_and_the_reason_is_reported() -> None:
+def test_without_references_no_sample_is_drawn_and_the_reason_is_reported() -> None:
     made = fakes()
     result = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
-    assert reported(result, "Equal compute").startswith("unknown: no question has references")
-    assert reported(result, "Equal seconds").startswith("unknown: no question has references")
+    assert section_of(result, "Equal compute").startswith("unknown: no question has references")
+    assert section_of(result, "Equal seconds").startswith("unknown: no question has references")
 
 
 def test_questions_without_references_are_not_sampled() -> None:
     made = fakes()
-    rows = [*ROWS, {"text": "tell me of the sea"}]
+    rows = [*ROWS, {"text": "write more about the sea"}]
     result = compared(made, rows)
     assert made.sampled == 2 * 3 * 30
     assert len(result.answers[COLUMN]) == 30
     assert len(result.answers["first"]) == 31
-    assert "tell me of the sea" in result.to_html()
+    assert "write more about the sea" in result.to_html()
 
 
 def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
     result = compared(fakes(sizes={"first": 1000}), timed=2)
-    assert reported(result, "Equal compute") == "unknown: the number of parameters of second is unknown."
-    assert "the ensemble has" in reported(result, "Equal seconds")
+    assert section_of(result, "Equal compute") == "unknown: the number of parameters of second is unknown."
+    assert "the ensemble has" in section_of(result, "Equal seconds")
 
 
 def test_without_timed_answers_equal_seconds_are_not_reported() -> None:
-    assert "--timed" in reported(compared(fakes()), "Equal seconds")
+    assert "--timed" in section_of(compared(fakes()), "Equal seconds")
 
 
 def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_else(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
 
     result = compared(fakes(disturb=disturb), run=run)
     assert len(result.questions) == 30
-    reason = reported(result, "Equal compute")
+    reason = section_of(result, "Equal compute")
     assert reason.startswith("unknown: ")
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
@@ -202,7 +202,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
     assert 0 < well.sampled < 2 * 3 * 30, "only what failed is asked again"
 
 
-def test_where_one_member_is_left_it_is_the_one_that_is_sampled() -> None:
+def test_the_only_remaining_member_is_sampled() -> None:
     def disturb(request: StageRequest) -> Fault | None:
         drafts = request.member == "second" and isinstance(request.op, (Draft, DraftAlone))
         return Fault("RuntimeError", "out of order") if drafts else None
@@ -214,7 +214,7 @@ def test_where_one_member_is_left_it_is_the_one_that_is_sampled() -> None:
     assert result.equal.samples["compute"]["short"] >= 1
 
 
-def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enough() -> None:
+def test_each_kind_with_enough_questions_samples_its_best_member() -> None:
     counts = [Question(f"count {n}", references=["7"]) for n in range(20)]
     rows = [*ROWS, *({"text": each.text, "references": each.references} for each in counts)]
     rows += [{"text": f"name {n}", "references": ["a bird"], "group": "few"} for n in range(3)]
@@ -226,11 +226,11 @@ def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enou
     assert result.equal is not None
     assert result.equal.members == {"short": "first", "number": "second", "few": "first"}
     assert result.equal.columns["compute"].startswith("best of each kind, ")
-    assert "; short (30, F1) " in reported(result, "Equal compute")
-    assert "few (3" not in reported(result, "Equal compute")
+    assert "; short (30, F1) " in section_of(result, "Equal compute")
+    assert "few (3" not in section_of(result, "Equal compute")
 
 
-def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() -> None:
+def test_temperature_zero_and_zero_samples_are_refused_before_any_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="samples need a temperature above 0"):
         Sampling(temperature=0)
     with pytest.raises(ConfigError, match="must be at least 1"):
@@ -241,13 +241,13 @@ def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() 
     assert not made.engines
 
 
-def test_samples_are_no_member() -> None:
-    """So that they are neither dropped nor the best member."""
+def test_samples_do_not_count_as_a_member() -> None:
+    """They are neither left out nor the best member."""
     result = compared(fakes())
     assert result.members == ("first", "second")
     assert result.columns["all"].best == "first"
-    assert COLUMN not in reported(result, "Which to drop")
-    assert COLUMN not in reported(result, "Repetition")
+    assert COLUMN not in section_of(result, "Which to drop")
+    assert COLUMN not in section_of(result, "Repetition")
 
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:
@@ -257,8 +257,8 @@ def test_the_work_of_samples_counts_the_prompt_once() -> None:
     assert replace(answer("x"), work=sample.work).work == sample.work
 
 
-def test_samples_of_a_real_member_hang_on_their_seeds_alone(tiny_engine: EnsembleEngine) -> None:
-    """Asked together with others, or one by one."""
+def test_samples_of_a_real_member_depend_only_on_their_seeds(tiny_engine: EnsembleEngine) -> None:
+    """Requests run concurrently, or one by one."""
     config = tiny_engine.config
     member = config.only([config.names[0]])
     question = Question("What does the log say of the moon?", references=["the moon is full"], max_tokens=6)

@@ -18,7 +18,7 @@ def test_intervals_are_of_paired_differences() -> None:
 
 
 def test_the_smallest_visible_difference_is_seen_in_four_of_five_samples() -> None:
-    """Simulated: at that true difference, that share of intervals excludes zero."""
+    """A simulation: at this true difference, 80 % of the intervals exclude zero."""
     dice, n = np.random.default_rng(1), 50
     smallest = least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)
     samples = dice.normal(smallest, 7, (2000, n))
@@ -26,13 +26,13 @@ def test_the_smallest_visible_difference_is_seen_in_four_of_five_samples() -> No
     assert result.mean() == pytest.approx(POWER, abs=0.03)
 
 
-def test_of_a_single_row_any_difference_may_be() -> None:
+def test_a_single_row_has_no_smallest_visible_difference() -> None:
     one = difference([1.0], [0.0])
     assert (one.low, one.high, one.above) == (-np.inf, np.inf, False)
     assert one.to_dict()["high"] is None
 
 
-def test_many_rows_are_drawn_a_few_at_a_time() -> None:
+def test_many_rows_are_resampled_in_chunks() -> None:
     gap = difference([float(n % 3) for n in range(5000)], [0.0] * 5000)
     assert gap.low < 1.0 < gap.high
     assert gap.high - gap.low == pytest.approx(2 * 1.96 * 0.8165 / 5000**0.5, rel=0.1)

@@ -22,7 +22,7 @@ CONFIG = EnsembleConfig(["one", "two", "three"])
 
 
 class JudgeLane(ScriptedLane):
-    """A judge that knows the better answer by the word "sea", unless it is `blind`."""
+    """A judge that prefers answers with the word "sea", unless it is `blind`."""
 
     blind = False
     seen: list[tuple[str, ...]]
@@ -42,7 +42,7 @@ class JudgeLane(ScriptedLane):
 
 
 def _rated(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The words of the answer that is asked about, in the prompt of a rating."""
+    """The words of the rated answer in the prompt of a rating."""
     words = list(prompt)
     place = words[len(words) - 1 - words[::-1].index(hash("good")) + 3]
     letter = {hash(f"{name}?"): hash(f"{name}:") for name in "ABCD"}[place]
@@ -57,7 +57,7 @@ def judges(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 def comparison(references: list[str] | str | None = GOOD) -> Comparison:
-    """The ensemble is right, one member is now and then, the others are not."""
+    """The ensemble is always right, one member sometimes, the others never."""
     texts = {
         "one": [GOOD if n % 4 == 0 else BAD for n in range(24)],
         "two": ["a bee"] * 24,
@@ -67,7 +67,7 @@ def comparison(references: list[str] | str | None = GOOD) -> Comparison:
     return made(texts, references)
 
 
-def test_a_mark_is_the_mean_of_marks_by_their_probabilities_among_each_other() -> None:
+def test_a_mark_is_the_mean_of_marks_weighted_by_their_normalised_probabilities() -> None:
     assert mark_of([math.log(p) for p in (0.1, 0.0001, 0.0001, 0.0001, 0.3)]) == pytest.approx(4.0, abs=0.01)
     assert mark_of([-1000.0] * 5) == pytest.approx(3.0)
 
@@ -87,7 +87,7 @@ def test_no_member_rates_its_own_answer_and_answers_are_read_in_both_orders(judg
     result = rate(comparison(), CONFIG, make_engine=judges)
     assert not [r for r in result.ratings if r.judge == r.asker]
     same = [r for r in result.ratings if r.judge == "one" and r.asker == ENSEMBLE]
-    assert len(same) == 18, "where the ensemble says what the judge said itself, it does not count"
+    assert len(same) == 18, "an ensemble's answer that equals the judge's own is not counted"
     assert judges.opened == 18 * (4 - 1) * 3 * 2 + 6 * (3 - 1) * 3 * 2
 
 
@@ -99,7 +99,7 @@ def test_marks_are_standardised_by_judge(judges: Fakes) -> None:
         assert sum(m * m for m in marks) / len(marks) == pytest.approx(1)
 
 
-def test_judges_that_know_nothing_are_reported_as_uninformative(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninformed_judges_are_reported_as_uninformative(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeLane, "blind", True)
     result = rate(comparison(), CONFIG, make_engine=judges)
     assert result.gap.mean == 0
@@ -108,7 +108,7 @@ def test_judges_that_know_nothing_are_reported_as_uninformative(judges: Fakes, m
 
 
 def test_agreement_with_references_by_chance_alone_is_reported(judges: Fakes) -> None:
-    """The judges know the word "sea", and the references mostly say otherwise."""
+    """The judges prefer the word "sea", and most references contradict them."""
     references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
     result = rate(comparison(references), CONFIG, make_engine=judges)
     assert result.agreed[1] > 20
@@ -142,7 +142,7 @@ def test_a_judge_that_fails_is_named_and_the_others_count(judges: Fakes) -> None
 # ── what members think of given texts ────────────────────────────────────────────────────────────
 
 
-def test_log_probabilities_are_those_of_the_texts_by_every_member(tiny_engine: EnsembleEngine) -> None:
+def test_every_member_gives_the_log_probabilities_of_all_texts(tiny_engine: EnsembleEngine) -> None:
     texts = ["yes", "no, never", "4"]
     result = tiny_engine.log_probabilities("Is it so?", texts)
     assert list(result) == ["chat", "base"]
@@ -154,13 +154,13 @@ def test_log_probabilities_are_those_of_the_texts_by_every_member(tiny_engine: E
     offered = tiny_engine.log_probabilities("Is it so?", texts, tools=[add])
     none = tiny_engine.log_probabilities("Is it so?", texts, tools=[add], tool_choice="none")
     for name, scores in result.items():
-        assert offered[name] != pytest.approx(scores, abs=1e-2), "members know of the tools"
+        assert offered[name] != pytest.approx(scores, abs=1e-2), "the prompts of members contain the tools"
         assert none[name] == pytest.approx(scores, abs=1e-3)
     assert tiny_engine.metrics().running == 0
 
 
 def _naive(engine: EnsembleEngine, name: str, question: str, text: str) -> float:
-    """By the model's own plain forward over everything."""
+    """Computed by one forward pass of the model over the whole text."""
     member = next(m for m in engine._members if m.name == name)
     prompt, ids = member.encode_prompt([Message("user", question)], ()), member.codec.encode(text)
     local = next(each for each in local_members(engine) if each.name == name)
@@ -168,7 +168,7 @@ def _naive(engine: EnsembleEngine, name: str, question: str, text: str) -> float
     return sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(ids))
 
 
-def test_there_must_be_something_to_judge(tiny_engine: EnsembleEngine) -> None:
+def test_judging_needs_answers(tiny_engine: EnsembleEngine) -> None:
     for texts in ([], [""], "text"):
         with pytest.raises(RequestError, match="list of texts"):
             tiny_engine.log_probabilities("Is it so?", texts)

@@ -76,7 +76,9 @@ def short(*references: str) -> Question:
 
 
 @pytest.mark.parametrize(("name", "settings", "answer"), YES, ids=[name for name, _, _ in YES])
-def test_every_check_separates_following_answers_from_others(name: str, settings: dict[str, Any], answer: str) -> None:
+def test_every_check_separates_answers_that_follow_the_instruction_from_others(
+    name: str, settings: dict[str, Any], answer: str
+) -> None:
     instruction = {"name": name, **settings}
     check_instruction(instruction)
     assert followed(answer, [instruction])
@@ -119,7 +121,7 @@ def test_a_passage_answer_contains_a_reference_word_by_word() -> None:
     assert score(short("北京"), "首都是北京。")["contains"] == 100
 
 
-def test_sums_are_scored_by_the_last_number() -> None:
+def test_number_answers_are_scored_by_the_last_number() -> None:
     row = Question("How many?", references=["6,000"])
     assert row.kind == "number"
     assert score(row, "2 times 3000 is $6000.")["exact"] == 100
@@ -133,7 +135,7 @@ def test_a_choice_is_the_first_separate_letter() -> None:
     ]
 
 
-def test_running_text_is_scored_by_its_longest_common_sequence_with_the_nearest_reference() -> None:
+def test_running_text_is_scored_by_its_longest_common_subsequence_with_the_nearest_reference() -> None:
     row = Question("Why?", references=["the cat sat on the mat by the door", "a bird sings"], kind="text")
     assert score(row, "a bird sings") == {"rougeL": 100.0}
     assert score(row, "the cat sat")["rougeL"] == pytest.approx(50.0)
@@ -160,7 +162,7 @@ def test_a_question_without_references_is_not_scored() -> None:
     assert score(Question("Why?"), "Because.") == {}
 
 
-def test_agreement_is_of_words() -> None:
+def test_agreement_counts_shared_words() -> None:
     assert agreement("The sea.", "sea") == 100.0
     assert agreement("", "") == 100.0
     assert agreement("a bird", "the sea") == 0.0
@@ -174,7 +176,7 @@ def test_repetition_loops() -> None:
 
 
 @pytest.mark.parametrize("reference", ["A", "the", "!", "B"])
-def test_a_reference_of_an_article_or_a_mark_can_be_met(reference: str) -> None:
+def test_a_reference_of_an_article_or_a_punctuation_mark_can_be_matched(reference: str) -> None:
     question = Question("Pick one.", references=[reference], kind="short")
     assert score(question, reference) == {"f1": 100.0, "contains": 100.0}
     assert score(question, "C") == {"f1": 0.0, "contains": 0.0}
@@ -207,6 +209,6 @@ def test_a_decimal_comma_is_no_number_of_a_question() -> None:
         ({"name": "keywords:forbidden_words", "forbidden_words": "apple"}, "forbidden_words must be a list"),
     ],
 )
-def test_an_instruction_that_would_be_checked_as_another_one_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_ambiguous_instruction_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Question("Write.", instructions=[settings])

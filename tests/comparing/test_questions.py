@@ -43,7 +43,7 @@ def test_a_table_has_a_header_and_several_references_in_a_cell(tmp_path: Path) -
     assert [(q.text, q.references) for q in tabbed] == [("Why, then?", ("because",))]
 
 
-def test_json_lines_may_use_the_names_of_data_sets(tmp_path: Path) -> None:
+def test_json_lines_can_use_the_field_names_of_datasets(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"id": 7, "prompt": "Who?", "context": "It was Ann.", "references": ["Ann"]},
         {"question": "Which?", "choices": ["a cat", "a dog"], "answer": 1},
@@ -90,7 +90,7 @@ def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path:
     assert result.remarks[-1] == "columns without effect: note"
 
 
-def test_an_id_that_comes_twice_gets_a_number(tmp_path: Path) -> None:
+def test_a_repeated_id_gets_a_number(tmp_path: Path) -> None:
     text = "id,question\na,One?\na,Two?\na,One?\n"
     result = read_questions(written(tmp_path, "q.csv", text))
     assert [(q.id, q.text) for q in result.questions] == [("a", "One?"), ("a-2", "Two?")]
@@ -118,7 +118,7 @@ def test_a_file_without_a_question_is_refused_by_name(tmp_path: Path, name: str,
         read_questions(tmp_path / name)
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"none\.txt cannot be read \(No such file"):
         read_questions("none.txt")
 
@@ -138,7 +138,7 @@ def test_columns_are_identified_by_their_position(tmp_path: Path) -> None:
         read_questions(written(tmp_path, "q.csv", "question,answer,answer\nWhy?,a,b\n"))
 
 
-def test_a_file_of_tabs_is_not_split_at_commas(tmp_path: Path) -> None:
+def test_a_tab_separated_file_is_not_split_at_commas(tmp_path: Path) -> None:
     result = read_questions(written(tmp_path, "q.tsv", "question\nHello, who are you?\n"))
     assert [q.text for q in result.questions] == ["Hello, who are you?"]
 
@@ -168,7 +168,7 @@ def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, An
     assert message in result.remarks[0]
 
 
-def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> None:
+def test_answers_in_squads_form_and_numeric_choices_are_read(tmp_path: Path) -> None:
     rows = [
         {"question": "Capital?", "context": "Rome.", "answers": {"text": ["Rome", "Roma"], "answer_start": [0, 0]}},
         {"question": "2+2?", "choices": [1, 2, 3, 4], "answer": 4, "group": 3},
@@ -179,7 +179,7 @@ def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> Non
     assert result[1].group == "3"
 
 
-def test_the_prompt_holds_the_passage_the_choices_and_a_plea() -> None:
+def test_the_prompt_contains_the_passage_the_choices_and_an_instruction() -> None:
     passage = Question("Who?", passage="It was Ann.", references=["Ann"])
     assert passage.prompt == "Answer the question with a few words.\n\nIt was Ann.\n\nWho?"
     choice = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
@@ -189,13 +189,13 @@ def test_the_prompt_holds_the_passage_the_choices_and_a_plea() -> None:
     assert Question("Why?").prompt == "Why?"
 
 
-def test_the_token_limit_is_the_questions_then_the_option_then_the_kinds() -> None:
+def test_the_token_limit_of_a_question_precedes_the_option_and_the_kinds_default() -> None:
     assert Question("Why?", max_tokens=5).params(50).max_tokens == 5
     assert Question("Why?").params(50).max_tokens == 50
     assert Question("Why?").params().max_tokens == 160
 
 
-def test_the_packages_own_questions_are_of_every_kind() -> None:
+def test_the_packaged_questions_cover_every_kind() -> None:
     packaged = own_questions()
     assert packaged.own
     assert 30 <= len(packaged.questions) <= 40
@@ -204,7 +204,7 @@ def test_the_packages_own_questions_are_of_every_kind() -> None:
     assert all(q.scored for q in packaged.questions)
 
 
-def test_questions_may_be_given_as_texts_and_mappings() -> None:
+def test_questions_can_be_texts_and_mappings() -> None:
     result = QuestionSet.of(["Why?", {"text": "Who?", "references": ["Ann"]}, Question("When?")])
     assert [q.id for q in result.questions] == ["1", "2", "3"]
     with pytest.raises(ConfigError, match="did you mean 'references'"):

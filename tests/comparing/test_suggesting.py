@@ -1,4 +1,4 @@
-"""Which members to put together, from their answers alone."""
+"""Suggested ensembles, predicted from the members' own answers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def points(right: int, first: int = 0) -> list[float]:
     return [100.0 * (first <= n < first + right) for n in range(40)]
 
 
-def test_of_right_and_wrong_answers_the_parts_are_shares_of_the_questions() -> None:
-    """20 right, 16 right, 12 of them both."""
+def test_the_parts_of_a_prediction_are_shares_of_the_questions() -> None:
+    """20 right and 16 right answers, of which both have 12."""
     result = combination_of({"worse": points(16, first=8), "better": points(20)})
     assert result.best == "better"
     assert result.members == ("worse", "better")
     assert result.gap.mean == pytest.approx(10.0)
     assert result.added.mean == pytest.approx(10.0), "4 of 40 that only the worse one knows"
     assert result.contradicted.mean == pytest.approx(20.0), "8 of 40 on which it contradicts a right better one"
-    assert result.predicted.mean == pytest.approx(100 * (12 + 2 / 3 * 12) / 40 - 50), "two of three that one knows"
+    assert result.predicted.mean == pytest.approx(100 * (12 + 2 / 3 * 12) / 40 - 50), "two of three known ones"
     assert result.predicted.low < result.predicted.mean < result.predicted.high
 
 
-def test_members_that_say_the_same_gain_nothing() -> None:
+def test_members_with_equal_answers_gain_nothing() -> None:
     same = combination_of({"one": points(20), "two": points(20)})
     assert (same.gap.mean, same.added.mean, same.contradicted.mean, same.predicted.mean) == (0, 0, 0, 0)
 
 
 def test_a_member_whose_vote_counts_more_is_followed_more_often() -> None:
-    """Of 40 questions 12 are known to both, 8 to the better one alone, 4 to the worse one alone."""
+    """Of 40 questions both answer 12 right, only the better one 8, and only the worse one 4."""
     both = {"worse": points(16, first=8), "better": points(20)}
     weighted = combination_of(both, beforehand=Beforehand(votes={"worse": 1.0, "better": 9.0}))
     followed = 0.9 + 0.1 / 3, 0.1 + 0.9 / 3
@@ -47,21 +47,21 @@ def test_a_member_whose_vote_counts_more_is_followed_more_often() -> None:
     assert weighted.predicted.mean > combination_of(both).predicted.mean, "it loses fewer answers of the better one"
 
 
-def test_answers_that_are_right_by_guessing_are_not_won() -> None:
-    """Two members that guess among four choices are right on other questions each, and no vote knows which."""
+def test_right_guesses_are_not_counted_as_a_gain() -> None:
+    """Two members that guess among four choices are right on different questions, and no vote can recognise these."""
     guessing = {"one": points(10), "two": points(10, first=10)}
     chance = Beforehand(guessed=[25.0] * 40)
     assert combination_of(guessing).predicted.mean == pytest.approx(25 / 3)
     assert combination_of(guessing, beforehand=chance).predicted.mean == pytest.approx(0.0)
     knowing = {"one": points(40), "two": points(10)}
     won = combination_of(knowing, beforehand=chance).predicted.mean - combination_of(knowing).predicted.mean
-    assert won == pytest.approx(0.0), "who is always right does not guess"
-    half = {"one": points(25), "two": points(10, first=30)}  # of 25 right ones 20 are known
+    assert won == pytest.approx(0.0), "a member that is always right does not guess"
+    half = {"one": points(25), "two": points(10, first=30)}  # of 25 right answers, 20 are not guessed
     result = combination_of(half, beforehand=chance).predicted.mean
     assert result == pytest.approx(100 / 40 * (25 / 2 * (1 + 0.8 / 3) + 10 / 2) - 62.5)
 
 
-def test_near_members_that_know_different_things_come_first_and_far_ones_last() -> None:
+def test_close_members_with_different_strengths_are_listed_first_and_distant_ones_last() -> None:
     result = suggestion_of({"good": points(24), "other": points(24, first=12), "twin": points(24), "bad": points(4)})
     sets = [each.members for each in result.combinations]
     assert result.sets == len(sets) == 6 + 4
@@ -88,13 +88,13 @@ def test_few_questions_recommend_nothing() -> None:
     assert few.headline.startswith("Too few questions to say: for one + two, +")
 
 
-def test_a_pair_of_weaker_members_is_measured_by_the_best_of_all() -> None:
+def test_a_pair_of_weaker_members_is_compared_with_the_best_of_all() -> None:
     result = suggestion_of({"best": points(30), "one": points(10), "two": points(10, first=10)})
     weak = next(each for each in result.combinations if each.members == ("one", "two"))
     assert weak.predicted.mean > 0 > weak.to_best.mean
 
 
-def test_members_more_than_ten_points_apart_are_warned_of() -> None:
+def test_members_more_than_ten_points_apart_get_a_warning() -> None:
     distant = suggestion_of({"one": points(30), "two": points(25)})
     assert distant.warnings == ("one + two: members are 12.5 points apart; published ensembles lost beyond 10",)
     assert not suggestion_of({"one": points(30), "two": points(26)}).warnings, "ten are not above ten"
@@ -120,7 +120,7 @@ def suggested(fakes: Fakes, **how: object) -> Suggestion:
     return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})
 
 
-def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
+def test_suggesting_runs_each_member_alone_and_no_ensemble() -> None:
     fakes = Fakes(SCRIPT)
     result = suggested(fakes)
     assert [config.names for config in fakes.engines] == [("one",), ("two",), ("three",)]
@@ -133,7 +133,7 @@ def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
     assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["recommended"] == ["one", "two"]
 
 
-def test_a_comparison_and_a_suggestion_continue_each_others_file(tmp_path: Path) -> None:
+def test_a_comparison_and_a_suggestion_share_a_run_file(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     first = suggested(Fakes(SCRIPT), run=run, timed=2)
     again = Fakes(SCRIPT)
@@ -158,7 +158,7 @@ def test_a_member_that_fails_is_left_out_by_name() -> None:
     assert "three has no answer to 40 of 40 questions, and is left out" in result.remarks[0]
 
 
-def test_what_cannot_be_suggested_is_refused() -> None:
+def test_impossible_suggestions_are_refused() -> None:
     with pytest.raises(ConfigError, match="two members or more"):
         suggest(["one"], ROWS, make_engine=Fakes(SCRIPT))
     with pytest.raises(ConfigError, match="needs questions with references"):

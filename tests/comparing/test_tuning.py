@@ -1,4 +1,4 @@
-"""Weights chosen on half of the questions, confirmed on the other, and written where they gain."""
+"""Weights are chosen on half of the questions, confirmed on the other half, and written if they gain."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ROWS = [{"text": f"question {n}", "references": [f"word{n} sea"]} for n in range
 
 
 def script(**right: range) -> Script:
-    """Members that know some of the answers, and are wrong about the others."""
+    """A script of members with some right and some wrong answers."""
     return {
         name: {f"question {n}": f"word{n} sea ." if n in questions else f"{name} errs ." for n in range(60)}
         for name, questions in right.items()
     }
 
 
-def test_the_halves_are_alike_in_their_groups_and_share_no_passage() -> None:
+def test_the_halves_have_equal_groups_and_share_no_passage() -> None:
     rows = [Question(f"q{n}", f"a{n}", ["x"], passage=f"passage {n // 3}") for n in range(12)]
     rows += [Question(f"p{n}", f"b{n}", ["1"]) for n in range(8)]
     first, second = halves(rows)
@@ -41,7 +41,7 @@ def test_many_small_groups_are_halved_together() -> None:
 
 
 def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> None:
-    """The worse one is first, so that it wins where both are of the same weight."""
+    """The worse one is first, so that it wins with equal weights."""
     fakes = Fakes(script(worse=range(0), better=range(60)), likes=True)
     result = tune(["worse", "better"], ROWS, make_engine=fakes)
     weights = {m.label: m.weight for m in result.config.member_configs}
@@ -64,7 +64,7 @@ def test_a_small_member_that_knows_more_gets_an_equal_vote(larger: float, change
     assert result.config.first_weights == ("equal" if change else "size")
 
 
-def test_where_nothing_is_better_nothing_is_changed() -> None:
+def test_weights_stay_unless_others_are_better() -> None:
     result = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
     assert result.change == ""
     assert not result.gained
@@ -72,7 +72,7 @@ def test_where_nothing_is_better_nothing_is_changed() -> None:
     assert result.config == EnsembleConfig(["one", "two"])
 
 
-def test_a_gain_on_the_chosen_half_alone_is_not_called_a_gain() -> None:
+def test_a_gain_on_one_half_only_is_not_reported_as_a_gain() -> None:
     choosing, _ = halves([Question(**row) for row in numbered_rows()])
     chosen = {int(q.text.split()[1]) for q in choosing}
     members = {
@@ -98,7 +98,7 @@ def test_a_second_run_asks_nothing(tmp_path: Path) -> None:
     assert not fakes.engines
 
 
-def test_too_few_questions_are_refused_before_anybody_is_asked() -> None:
+def test_too_few_questions_are_refused_before_any_request() -> None:
     fakes = Fakes(script(one=range(9), two=range(9)))
     with pytest.raises(ConfigError, match=r"tuning takes 40 questions with references or more.*there are 39"):
         tune(["one", "two"], ROWS[:39], make_engine=fakes)
@@ -119,7 +119,7 @@ CONFIG = EnsembleConfig(
 )
 
 
-def test_an_ensemble_reads_back_as_it_was_written_and_the_rest_of_a_file_stays(tmp_path: Path) -> None:
+def test_a_written_ensemble_reads_back_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     text = '# ours\n[server]\nport = 9000 # a port\n\n[ensembles.demo]\nmembers = ["org/x"]\n'
     file.write_text(text)
@@ -135,14 +135,14 @@ def test_an_ensemble_reads_back_as_it_was_written_and_the_rest_of_a_file_stays(t
     assert file.read_text().startswith(text)
 
 
-def test_a_new_file_holds_the_ensemble_alone(tmp_path: Path) -> None:
+def test_a_new_file_contains_only_the_ensemble(tmp_path: Path) -> None:
     write_ensemble(tmp_path / "new.toml", "tuned", CONFIG)
     assert read_ensemble(tmp_path / "new.toml") == CONFIG
     assert [f.name for f in tmp_path.iterdir()] == ["new.toml"]
 
 
 @pytest.mark.parametrize("text", ["x = 1\n", "[tool.poetry]\nname = 1\n", "no toml"])
-def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> None:
+def test_a_file_with_other_content_is_not_changed(tmp_path: Path, text: str) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="is no configuration file"):
@@ -150,14 +150,14 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> N
     assert file.read_text() == text
 
 
-def test_the_point_of_a_verdict_says_on_which_rows() -> None:
+def test_the_verdict_names_the_rows_of_its_claim() -> None:
     gain = Interval(2.0, -1.0, 5.0, 30)
-    reported = Tuned(CONFIG, "weight 2 for a", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
-    assert reported == (
+    text = Tuned(CONFIG, "weight 2 for a", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
+    assert text == (
         "weight 2 for a gives +2.0 [-1.0, +5.0] points on the 30 questions that did not choose it (+9.0 on the 30 that "
         "did, of 5 settings tried): no gain is shown; to a alone +2.0 [-1.0, +5.0]."
     )
-    assert ENSEMBLE not in reported
+    assert ENSEMBLE not in text
 
 
 @pytest.mark.parametrize("preset", ["default", "fast", "specfuse", "specem"])
@@ -167,7 +167,7 @@ def test_every_preset_can_be_written_and_reads_back(tmp_path: Path, preset: str)
     assert read_ensemble(tmp_path / "new.toml").feedback_limit == config.feedback_limit
 
 
-def test_a_file_whose_ensembles_stand_in_one_line_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_a_file_with_inline_ensembles_is_refused_before_any_request(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text('ensembles = {a = {members = ["org/x"]}}\n', "utf-8")
     with pytest.raises(ConfigError, match=r"an inline table: write a table \[ensembles\.NAME\]"):

@@ -18,7 +18,7 @@ def title(comparison: Comparison, name: str) -> str:
     return next((point.text for point in comparison.verdict.points if point.title == name), "")
 
 
-def test_better_is_claimed_where_the_interval_is_above_zero() -> None:
+def test_better_is_claimed_if_the_interval_is_above_zero() -> None:
     result = made({"one": [GOOD] * 10 + [BAD] * 30, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 30 + [BAD] * 10})
     assert result.verdict.outcome == "better"
     assert result.verdict.headline.startswith(
@@ -35,7 +35,7 @@ def test_worse_names_the_member_to_use() -> None:
 
 
 @pytest.mark.parametrize("ours", [[GOOD] * 21 + [BAD] * 19, [GOOD] * 20 + [BAD] * 20])
-def test_nothing_is_claimed_where_zero_is_in_the_interval(ours: list[str]) -> None:
+def test_nothing_is_claimed_if_the_interval_contains_zero(ours: list[str]) -> None:
     result = made({"one": [BAD] * 20 + [GOOD] * 20, "two": [BAD] * 40, ENSEMBLE: ours})
     assert result.verdict.outcome == "not seen"
     assert "No difference is seen" in result.verdict.headline
@@ -67,7 +67,7 @@ def test_without_references_nothing_is_claimed_to_be_better() -> None:
     assert "<h2>Points" not in result.to_html()
 
 
-def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
+def test_the_member_to_drop_is_the_one_whose_removal_improves_the_ensemble() -> None:
     texts = {
         "one": [GOOD] * 40,
         "two": [GOOD] * 40,
@@ -83,7 +83,7 @@ def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
     assert "without two no difference is seen: +0.0 [+0.0, +0.0]" in text
 
 
-def test_the_member_to_drop_of_two_is_judged_by_the_other_alone() -> None:
+def test_the_member_to_drop_of_two_is_judged_by_the_other_ones_answers() -> None:
     result = made({"one": [GOOD] * 40, "bad": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
     assert "without bad it is better" in title(result, "Which to drop")
 
@@ -110,7 +110,7 @@ def test_an_insignificant_lead_of_the_best_alone_is_reported_as_such() -> None:
     assert "not distinguished" not in title(clear, "Best alone")
 
 
-def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
+def test_the_cost_is_measured_on_single_requests() -> None:
     texts = {"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4}
     timed = made(texts, alone=True, seconds=3.0, first_seconds=1.0)
     assert title(timed, "Cost") == (
@@ -145,7 +145,7 @@ def test_each_kind_has_its_metric_and_its_best_member() -> None:
     assert "few to say" not in title(result, "By kind")
 
 
-def test_other_writing_is_compared_by_characters() -> None:
+def test_scripts_without_spaces_are_compared_by_characters() -> None:
     reference = "Радуга появляется, когда солнечный свет встречает капли дождя в воздухе."
     result = made({"one": [reference] * 2, "two": ["Не знаю."] * 2, ENSEMBLE: [reference] * 2}, reference)
     assert list(result.columns) == ["all", "text: chrf"]
@@ -153,7 +153,7 @@ def test_other_writing_is_compared_by_characters() -> None:
     assert result.columns["text: chrf"].means["two"] < 20
 
 
-def test_questions_over_the_same_passage_are_not_taken_for_separate_ones() -> None:
+def test_questions_about_one_passage_are_resampled_together() -> None:
     result = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
     assert not any("passage" in limit for limit in result.verdict.limits)
     passage = [type(q)(q.text, q.id, q.references, "It is the sea.") for q in result.questions]

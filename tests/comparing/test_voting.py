@@ -1,4 +1,4 @@
-"""A blind vote: the content of the page, and the way back of the votes."""
+"""A blind vote: the content of the page, and the import of the votes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = {
 
 
 def all_for(pairs: list[Pair], ours: int) -> dict[str, str]:
-    """Votes of which the ensemble gets the first so many."""
+    """Votes for the ensemble in the first pairs, and against it in the others."""
     opposite = {"left": "right", "right": "left"}
     return {pair.key: pair.ours if n < ours else opposite[pair.ours] for n, pair in enumerate(pairs)}
 
@@ -37,9 +37,9 @@ def test_only_differing_answers_are_voted_on_and_sides_reveal_nothing() -> None:
 
 def test_the_page_names_no_member_before_the_result_is_requested() -> None:
     page = made(TEXTS, references=None).to_voting_page()
-    output = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    assert "the ensemble" not in output
-    assert ">one<" not in output
+    text = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "the ensemble" not in text
+    assert ">one<" not in text
 
 
 def test_text_of_models_ends_no_script(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_text_of_models_ends_no_script(tmp_path: Path) -> None:
     assert votes_on(file) == {}
 
 
-def test_votes_decide_where_there_are_no_references() -> None:
+def test_votes_decide_without_references() -> None:
     result = made(TEXTS, references=None)
     pairs = pairs_of(result)
     won = result.with_votes(all_for(pairs, 30))
@@ -113,7 +113,7 @@ def test_answers_that_are_all_the_same_cannot_be_voted_on() -> None:
         '<script type="application/json" id="votes">{</script>',
     ],
 )
-def test_a_file_that_is_no_voting_page_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_kind_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.html").write_text(text)
     with pytest.raises(ConfigError, match=r"page\.html is not a voting page"):
         votes_on(tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""The made-up conversations from which the demo's members learned to work with tools."""
+"""The synthetic conversations on which the demo's members were trained to use tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import quality_rows
 from applications import NEEDED, NOT_NEEDED, TOOLS
 from teaching_rows import BRIEFLY, FRAMES, PLAINLY, SENTENCE, TALK, TASK_FIRST, notes, tools
 from teaching_rows import TOOLS as TAUGHT
-from train_demo_adapter import PLEAS, read_rows
+from train_demo_adapter import BREVITY, read_rows
 
 from specfuse_shared.comparing import Question
 from specfuse_shared.messages import Message, Tool
@@ -35,7 +35,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: list[dict[str, Any]]) -> None:
+def test_calls_can_be_parsed_by_the_engine_and_fit_their_schema(rows: list[dict[str, Any]]) -> None:
     kinds = {"call": 0, "text": 0}
     for row in rows:
         reader, offered = CallReader(), {tool["function"]["name"]: tool["function"] for tool in row["tools"]}
@@ -50,23 +50,24 @@ def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: li
     assert min(kinds.values()) > 60
 
 
-def test_measured_questions_are_not_taught() -> None:
+def test_measured_questions_are_not_in_the_training_rows() -> None:
     assert [question for question, _ in NEEDED if was_taught(question)] == []
     assert not set(NOT_NEEDED) & {question for question, _ in TALK}
     assert not {tool.__name__ for tool in TOOLS} & {tool.name for tool in TAUGHT}
 
 
 @pytest.mark.parametrize("question", ["Multiply 6 by 14.", "What is 17 times 25?", "is it hot in Lisbon"])
-def test_a_question_of_a_taught_form_is_noticed(question: str) -> None:
+def test_a_question_of_a_training_form_is_detected(question: str) -> None:
     assert was_taught(question)
 
 
-def test_no_prompt_that_is_measured_is_worded_as_a_row_that_taught() -> None:
+def test_no_measured_prompt_has_the_wording_of_a_training_row() -> None:
     row = {"id": "0", "task": "rag", "prompt": "Who keeps the mill?", "context": "Ada keeps the mill.\n\nIt is red."}
-    measured = [quality_rows.question({**row, "references": ["Ada"]}, task, 8).prompt for task in quality_rows.PLEAS]
+    row_with_reference = {**row, "references": ["Ada"]}
+    measured = [quality_rows.question(row_with_reference, task, 8).prompt for task in quality_rows.INSTRUCTIONS]
     compared = Question(text=row["prompt"], passage=row["context"], references=["Ada"]).prompt
-    outputs = [example_prompt(name) for name in ("rag_langchain", "rag_llamaindex")]
-    assert [prompt for prompt in (*measured, compared, *outputs) if is_framed_as_taught(prompt)] == []
+    examples = [example_prompt(name) for name in ("rag_langchain", "rag_llamaindex")]
+    assert [prompt for prompt in (*measured, compared, *examples) if is_framed_as_taught(prompt)] == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_no_prompt_that_is_measured_is_worded_as_a_row_that_taught() -> None:
         "Be brief.\n\nWho keeps the mill?",
     ],
 )
-def test_a_prompt_of_a_taught_frame_is_noticed(prompt: str) -> None:
+def test_a_prompt_with_a_training_frame_is_detected(prompt: str) -> None:
     assert is_framed_as_taught(prompt)
 
 
@@ -91,17 +92,18 @@ def example_prompt(name: str) -> str:
 
 
 def was_taught(question: str) -> bool:
-    """Whether some filling of a taught form gives the question, regardless of its case and its last mark."""
+    """Whether the question has a training form, regardless of case and final punctuation."""
     return any(_form(form).fullmatch(question) for tool in TAUGHT for form in tool.questions)
 
 
 def is_framed_as_taught(prompt: str) -> bool:
-    """Whether some passages and some question in a taught frame, or a taught plea and some question, give it."""
+    """Whether the prompt has a training frame of passages, or a training instruction, around any text."""
     hows = "|".join(map(re.escape, (*BRIEFLY, *SENTENCE, *PLAINLY)))
     frames = [re.escape(frame).replace(r"\{how\}", f"(?:{hows})") for frame in (*FRAMES, TASK_FIRST)]
     framed = [re.sub(r"\\\{\w+\\\}", ".+", frame) for frame in frames]
-    pleas = [form for plea in map(re.escape, PLEAS) for form in (rf"{plea}\n\n.+", rf".+\n\n{plea}")]
-    return any(re.fullmatch(form, prompt, re.DOTALL | re.IGNORECASE) for form in (*framed, *pleas))
+    escaped = map(re.escape, BREVITY)
+    instructions = [form for text in escaped for form in (rf"{text}\n\n.+", rf".+\n\n{text}")]
+    return any(re.fullmatch(form, prompt, re.DOTALL | re.IGNORECASE) for form in (*framed, *instructions))
 
 
 def _form(form: str) -> re.Pattern[str]:
@@ -109,7 +111,7 @@ def _form(form: str) -> re.Pattern[str]:
     return re.compile(filled + r"[.?!]?", re.IGNORECASE)
 
 
-def test_rows_of_both_kinds_can_be_learned_from(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_rows_of_both_kinds_can_be_trained_on(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     prompts = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny")
     file = tmp_path / "some.jsonl"
     passage = {"prompt": "How many?\n\n" + "word " * 40, "references": ["Two"]}
@@ -120,7 +122,7 @@ def test_rows_of_both_kinds_can_be_learned_from(rows: list[dict[str, Any]], tmp_
     assert all(answer[-1] == 7 for ways in result for _, answer in ways)
 
 
-def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
+def test_notes_contain_the_right_passage_and_another_one(tmp_path: Path) -> None:
     plain, out = tmp_path / "plain.jsonl", tmp_path / "notes.jsonl"
     texts = {
         "Which bus?": ("The bus to the mill is the 46. " * 8).strip(),
@@ -131,8 +133,8 @@ def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
     plain.write_text("".join(json.dumps(row) + "\n" for row in (*rows, short)))
     notes(plain, out)
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    requests = [row["messages"][0]["content"] for row in results]
+    prompts = [row["messages"][0]["content"] for row in results]
     assert len(results) == 4
-    assert all(text in prompt for text in texts.values() for prompt in requests)
-    assert [sum(question in prompt for prompt in requests) for question in texts] == [2, 2]
+    assert all(text in prompt for text in texts.values() for prompt in prompts)
+    assert [sum(question in prompt for prompt in prompts) for question in texts] == [2, 2]
     assert {row["answer"] for row in results} == {"The 46."}

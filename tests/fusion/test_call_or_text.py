@@ -39,7 +39,7 @@ def elect(*rows: list[CandidateLogprobs], score: policies.ScorePolicy = Stretch(
 
 
 @pytest.mark.parametrize("score", [Stretch(), MeanLogprob("token"), policies.MeanProb()])
-def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(score: policies.ScorePolicy) -> None:
+def test_a_likely_text_answer_wins_even_if_its_first_word_is_uncertain(score: policies.ScorePolicy) -> None:
     """Each of ten first words has 7 %, the call 30 %, and the text after its tag is certain."""
     call = candidate(CALL + "name", (TAG, 0.3), (2, 1.0), (4, 1.0), call=TAG)
     text = candidate("No, it is not", (2, 0.07), (1, 0.9), (10, 0.9))
@@ -49,7 +49,7 @@ def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(sco
     assert elect([call, candidate(text.text, (13, 0.07))], score=score).winner == 1
 
 
-def test_a_likely_call_wins_and_then_calls_are_compared_with_each_other() -> None:
+def test_a_likely_call_wins_and_then_calls_are_compared() -> None:
     one = candidate(CALL_OPEN + "abc", (TAG, 0.8), (3, 0.4), call=TAG)
     second = candidate(CALL_OPEN + "xyz", (TAG, 0.8), (3, 0.6), call=TAG)
     text = candidate("No.", (3, 0.15))
@@ -57,7 +57,7 @@ def test_a_likely_call_wins_and_then_calls_are_compared_with_each_other() -> Non
     assert elect([one, second, text]).scores == [pytest.approx([0.8, 0.8, 0.2])]
 
 
-def test_texts_are_compared_with_each_other_once_no_call_is_wanted() -> None:
+def test_texts_are_compared_if_no_call_wins() -> None:
     call = candidate(CALL, (TAG, 0.2), (2, 1.0), call=TAG)
     yes, no = candidate("Yes.", (4, 0.1)), candidate("No.", (3, 0.3))
     assert elect([call, yes, no]).winner == 2
@@ -74,14 +74,14 @@ def test_among_calls_alone_and_among_texts_alone_the_score_decides() -> None:
     assert elect(calls).scores == [Stretch()(calls)]
 
 
-def test_half_a_tag_counts_as_far_as_it_goes_and_the_longest_says_more() -> None:
+def test_partial_tags_are_scored_by_their_text_and_the_longest_one_decides() -> None:
     half, whole = candidate("<tool", (5, 0.6), call=5), candidate(CALL_OPEN, (5, 0.6), (6, 0.5), call=TAG)
     text = candidate("No.", (3, 0.2))
     assert elect([half, text]).scores == [pytest.approx([0.6, 0.4])]
     assert elect([half, whole, text]).scores == [pytest.approx([0.3, 0.3, 0.7])]
 
 
-def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
+def test_text_that_a_verifier_cannot_encode_decides_nothing() -> None:
     unseen, text = CandidateLogprobs(CALL, False, (), (), TAG), candidate("No.", (3, 0.2))
     assert elect([unseen, text]).scores == [pytest.approx([0.0, 0.2])]
 
@@ -99,7 +99,7 @@ def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
         ("<", CALL_OPEN + '{"name": "html", "arguments": {"text": "', 0),
     ],
 )
-def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str, after: str, size: int) -> None:
+def test_the_tag_opens_the_first_call_and_only_with_tools(text: str, after: str, size: int) -> None:
     assert ToolUse(TOOLS).opened_by(text, after) == size
     assert ToolUse(TOOLS, "none").opened_by(text, after) == ToolUse().opened_by(text, after) == 0
 
@@ -111,7 +111,7 @@ def first_round(
     grammar: Grammar | None = None,
     first_segment: int = 5,
 ) -> EnsembleResult:
-    """Answers of members that recite these speeches with this certainty; their votes weigh the same."""
+    """The first round of members that recite these texts with these probabilities; their weights are equal."""
     tokenizer = reciting_tokenizer(" ".join(speech for speech, _ in speeches.values()))
     for name, (speech, certainty) in speeches.items():
         reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(folder / name)
@@ -121,8 +121,8 @@ def first_round(
         return engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10, grammar=grammar), tools=tools)
 
 
-def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there_is_none(tmp_path: Path) -> None:
-    """The second one's words have 60 % each, so that its five together have 8 %."""
+def test_a_member_certain_of_a_call_does_not_outvote_one_certain_of_text(tmp_path: Path) -> None:
+    """The second member's words have 60 % each, so its five words together have 8 %."""
     result = first_round(tmp_path, {"caller": (CALL, 8.6), "talker": (TEXT, 6.0)}, TOOLS)
     first = result.rounds[0]
     call, text = sorted(first.candidates, key=lambda c: CALL_OPEN not in c.text)
@@ -154,7 +154,7 @@ def test_calls_and_values_are_decided_early_from_a_larger_lead(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The one that says where candidates are better compared as wholes."""
+    """The required lead is the one for candidates that are compared as a whole."""
     results, margin = [], EnsembleConfig.margin
 
     def noted(self: EnsembleConfig, *, whole: bool) -> float:
@@ -166,8 +166,8 @@ def test_calls_and_values_are_decided_early_from_a_larger_lead(
     assert results[0] is whole
 
 
-def test_short_texts_with_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
-    """They are compared as they are where no tool is offered."""
+def test_short_texts_with_tools_are_not_treated_as_whole_values(tmp_path: Path) -> None:
+    """They are compared like texts without tools."""
     speeches = {"one": (" yes it is", 6.0), "other": (" no it was", 6.0)}
     results = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]
     scores = [[dict(candidate.scores) for candidate in record.candidates] for record in results]

@@ -46,7 +46,7 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
             assert any(r.verified for r in records)
         guessing = with_settings(engine.config, speculation="auto")
         assert_equals_naive(guessing, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
-        if execution == "dynamic":  # weights and exits know nothing of it
+        if execution == "dynamic":  # weights and exits do not depend on it
             for score in SCORES[:2]:
                 learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3, **score)
                 assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
@@ -64,7 +64,7 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
 def test_three_members_equal_the_naive_round(
     partner: Path, tmp_path: Path, score: dict[str, str], speculation: str
 ) -> None:
-    """Among three, votes and weights know who wrote a candidate and who finds it thinkable."""
+    """With three members, votes and weights depend on the authors of a candidate and on who finds it plausible."""
     members = [MemberConfig(str(partner), name="one", dtype="float32")]
     for number, kind in enumerate(("gpt2", "qwen3"), start=2):
         save_model(kind, byte_level_tokenizer(), tmp_path / kind, seed=number)

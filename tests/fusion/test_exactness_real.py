@@ -65,7 +65,7 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
 @pytest.mark.parametrize(
     "chance", [{}, pytest.param({"temperature": 0.8, "seed": 4}, marks=SLOW)], ids=["greedy", "seeded"]
 )
-def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+def test_a_stop_string_cuts_the_answer_without_changing_it(
     exact_engine: EnsembleEngine, chance: dict[str, float]
 ) -> None:
     params = SamplingParams(max_tokens=24, **chance)

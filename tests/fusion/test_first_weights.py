@@ -18,24 +18,24 @@ from tests.support.tiny import MESSAGES, byte_level_tokenizer, pair_config, save
 def first_weights(sizes: dict[str, int], **settings: str) -> dict[str, float]:
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, sizes=sizes)
     with FakeEngine(lane, **settings) as engine:
-        return dict(engine.generate("tell me", SamplingParams(max_tokens=9)).rounds[0].weights)
+        return dict(engine.generate("help me", SamplingParams(max_tokens=9)).rounds[0].weights)
 
 
-def test_four_times_the_parameters_count_eight_times() -> None:
+def test_four_times_the_parameters_weigh_eight_times_as_much() -> None:
     assert first_weights({"a": 100, "b": 400}) == pytest.approx({"a": 1 / 9, "b": 8 / 9})
 
 
 @pytest.mark.parametrize(
     ("sizes", "settings"), [({"a": 100, "b": 400}, {"first_weights": "equal"}), ({"a": 100}, {}), ({}, {})]
 )
-def test_votes_are_equal_if_asked_for_or_if_a_size_is_not_known(
+def test_weights_are_equal_if_configured_or_if_a_size_is_unknown(
     sizes: dict[str, int], settings: dict[str, str]
 ) -> None:
     assert first_weights(sizes, **settings) == {"a": 0.5, "b": 0.5}
 
 
 def test_two_small_members_do_not_outvote_a_large_one() -> None:
-    """The small ones say the same, and like it about as much as the large one its own words."""
+    """The small ones draft the same text, with about the probability that the large one gives its own."""
 
     def winner(size: int) -> str:
         texts = {"a": "red it is .", "b": "red it is .", "c": "blue as the sea ."}
@@ -43,13 +43,13 @@ def test_two_small_members_do_not_outvote_a_large_one() -> None:
         likes |= dict.fromkeys((("a", " blue as the"), ("b", " blue as the"), ("c", " red it is")), -3.0)
         says = {name: scripted(text) for name, text in texts.items()}
         with FakeEngine(FakeLane(says, likes, sizes={"a": 1, "b": 1, "c": size}), speculation="off") as engine:
-            return engine.generate("tell me", SamplingParams(max_tokens=3)).rounds[0].winner
+            return engine.generate("help me", SamplingParams(max_tokens=3)).rounds[0].winner
 
     assert winner(1) == "a"
     assert winner(100) == "c"
 
 
-def test_a_members_own_weight_comes_on_top(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_configured_weight_multiplies_the_weight_by_size(tmp_path_factory: pytest.TempPathFactory) -> None:
     folders: dict[str, Path] = save_pair(tmp_path_factory)
     config = pair_config(folders)
     chat, base = config.member_configs
@@ -87,12 +87,12 @@ def lasting_weights(**settings: object) -> dict[str, float]:
     """The weights of two weak members and a strong one after ten rounds."""
     says = {name: scripted(" ".join(f"{name}{n}" for n in range(99))) for name in "abc"}
     with FakeEngine(FakeLane(says, Likes(), sizes={"a": 1, "b": 1, "c": 4}), **settings) as engine:
-        rounds = engine.generate("tell me", SamplingParams(max_tokens=60)).rounds
+        rounds = engine.generate("help me", SamplingParams(max_tokens=60)).rounds
     assert len(rounds) > 9
     return dict(rounds[-1].weights)
 
 
-def test_feedback_moves_the_ratio_of_two_votes_no_further_than_its_limit() -> None:
+def test_feedback_changes_the_ratio_of_two_weights_within_its_limit() -> None:
     first = {"a": 0.1, "b": 0.1, "c": 0.8}
     assert lasting_weights(feedback="uniform") == pytest.approx(first)
     free, bound, tight = (lasting_weights(feedback_limit=limit) for limit in (None, 2.0, 1.0))
@@ -109,12 +109,12 @@ def test_feedback_moves_the_ratio_of_two_votes_no_further_than_its_limit() -> No
 
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1])
-def test_a_limit_below_one_is_none(limit: float) -> None:
+def test_a_feedback_limit_below_one_is_refused(limit: float) -> None:
     with pytest.raises(ConfigError, match=r"feedback_limit must be at least 1 or None, not"):
         EnsembleConfig(["a"], feedback_limit=limit)
 
 
-def test_the_papers_count_members_alike_and_learn_without_limit() -> None:
+def test_the_papers_presets_have_equal_weights_and_unlimited_feedback() -> None:
     for preset in ("specfuse", "specem"):
         config = EnsembleConfig.preset(preset, ["a", "b"])
         assert config.first_weights == "equal"

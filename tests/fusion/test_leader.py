@@ -1,4 +1,4 @@
-"""Who drafts first, and when: by lanes, by measured seconds, and by how often one draft was enough."""
+"""The choice of a leader, which drafts first: by lanes, measured seconds, and how often one draft was enough."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_members_that_run_one_after_another_have_a_leader() -> None:
     assert is_worth(LeaderPolicy())
 
 
-def test_on_a_card_that_reads_all_weights_anyway_no_member_leads() -> None:
+def test_no_member_leads_on_a_gpu_that_reads_all_weights_in_any_case() -> None:
     def on_a_card(answers: int) -> LeaderPolicy:
         return LeaderPolicy(LaneStats({"small": 0, "large": 0}, lambda: answers, lambda: EVEN, frozenset({0})))
 
@@ -84,7 +84,7 @@ def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str],
 def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() -> None:
     both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
     lane_stats = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
-    assert lane_stats.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
+    assert lane_stats.lane_of == {"small": 0, "large": 0}, "their stages are sent there"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
         result = LeaderPolicy(replace(lane_stats, step_seconds=lambda value=seconds: value))  # type: ignore[misc]
         for _ in range(10):
@@ -92,20 +92,20 @@ def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() ->
         assert is_worth(result) == pays
 
 
-def test_a_lone_answer_has_one_where_its_drafts_are_there_earlier() -> None:
+def test_a_single_answer_has_a_leader_if_its_drafts_finish_earlier() -> None:
     agreed = [True] * 10
     assert not is_worth(lead(EVEN, 1, agreed)), "the others would only wait"
-    assert not is_worth(lead(UNEVEN, 1, [False] * 10)), "its draft is seldom enough"
+    assert not is_worth(lead(UNEVEN, 1, [False] * 10)), "its draft is rarely sufficient"
     assert is_worth(lead(UNEVEN, 1, agreed))
 
 
-def test_many_answers_have_one_where_it_saves_a_fifth_of_the_work() -> None:
+def test_many_answers_have_a_leader_if_it_saves_a_fifth_of_the_work() -> None:
     assert not is_worth(lead(EVEN, 8, [True, False, False, False] * 3))
     assert is_worth(lead(EVEN, 8, [True] * 10))
     assert not is_worth(lead(EVEN, 3, [True] * 10)), "fewer than two for each lane"
 
 
-def test_members_without_guesses_have_no_leader() -> None:
+def test_members_without_speculation_have_no_leader() -> None:
     equal_sides = sides(small=100, large=100)
     equal_sides["large"].member.info = info(100, may_guess=False)
     assert lead(EVEN, 1, lanes=(0, 0)).leader(equal_sides, equal_sides.present, 5) is None

@@ -49,7 +49,7 @@ def test_an_answer_has_at_least_min_tokens_and_with_ignore_eos_all(engine: Ensem
     assert not any(candidate.ends for record in whole.rounds for candidate in record.candidates)
 
 
-def test_a_seeded_answer_keeps_to_it_too(engine: EnsembleEngine) -> None:
+def test_a_seeded_answer_has_at_least_min_tokens(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=60, min_tokens=50, temperature=1.0, seed=3)
     result = engine.generate(QUESTION, params)
     assert 50 <= result.usage.completion_tokens <= 60
@@ -97,8 +97,8 @@ def test_contradictory_lengths_are_refused(tiny_engine: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=60)])
-def test_ids_that_a_vocabulary_has_not_end_nothing(config: EnsembleConfig, params: SamplingParams) -> None:
-    """Ids as an architecture's defaults name them, with a smaller vocabulary."""
+def test_stop_ids_outside_the_vocabulary_are_ignored(config: EnsembleConfig, params: SamplingParams) -> None:
+    """The default ids of an architecture can lie outside a smaller vocabulary."""
     beyond = [replace(m, stop_token_ids=(*m.stop_token_ids, 151_329)) for m in config.member_configs]
     with EnsembleEngine(config) as plain, EnsembleEngine(replace(config, members=beyond)) as engine:
         expected, result = plain.generate(QUESTION, params), engine.generate(QUESTION, params)

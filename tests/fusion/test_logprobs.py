@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def plain_rows(member: LocalMember, text: str) -> torch.Tensor:
-    """Log p of every token in the place of each of the text's, by one forward pass over prompt and answer."""
+    """Log p of the whole vocabulary at each position of the text, by one forward pass over prompt and answer."""
     prompt, ids = member.encode_prompt([Message("user", QUESTION)]), member.codec.encode(text)
     with torch.inference_mode():
         rows = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)
@@ -60,23 +60,23 @@ def check(engine: EnsembleEngine, result: EnsembleResult, top: int = 0, referenc
 
 @pytest.mark.parametrize("top", [1, 5, 20])
 @pytest.mark.parametrize("reference", ["chat", "base"])
-def test_the_most_probable_tokens_in_each_place_are_the_reference_members_own(
+def test_the_most_probable_tokens_at_each_position_are_the_reference_members(
     tiny_engine: EnsembleEngine, top: int, reference: str
 ) -> None:
     with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-        request = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
-        result = engine.generate(QUESTION, request)
+        params = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
+        result = engine.generate(QUESTION, params)
         check(engine, result, top)
         assert all(len(reported.top) == top for reported in result.logprobs or ())
-        assert result.text == engine.generate(QUESTION, replace(request, top_logprobs=0)).text
+        assert result.text == engine.generate(QUESTION, replace(params, top_logprobs=0)).text
 
 
-def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny_engine: EnsembleEngine) -> None:
-    """Also in the first place, before which some tokenizers put a space."""
+def test_the_answers_token_among_the_most_probable_has_its_own_spelling(tiny_engine: EnsembleEngine) -> None:
+    """Also at the first position, before which some tokenizers add a space."""
     for reference in ("chat", "base"):
         with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-            request = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
-            alone = engine.generate(QUESTION, request, members=[reference])
+            params = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
+            alone = engine.generate(QUESTION, params, members=[reference])
             assert alone.logprobs is not None
             for reported in alone.logprobs:
                 if reported.logprob >= reported.top[-1].logprob + 1e-3:
@@ -84,10 +84,10 @@ def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny
             assert any(reported.bytes == reported.top[0].bytes for reported in alone.logprobs)
 
 
-def test_they_are_the_same_in_paged_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
-    request = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
+def test_logprobs_are_the_same_in_paged_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
     with EnsembleEngine(replace(tiny_engine.config, execution="paged")) as engine:
-        for result in engine.generate_batch([QUESTION] * 3, request):
+        for result in engine.generate_batch([QUESTION] * 3, params):
             check(engine, result, 4)
 
 
@@ -118,17 +118,17 @@ def test_the_bytes_of_tokens_are_the_text(codecs: dict[str, Codec], text: str) -
     ids=["greedy", "cut", "sampled", "stopped"],
 )
 @pytest.mark.parametrize("reference", ["chat", "base"])
-def test_they_are_the_reference_members_own(
+def test_logprobs_are_the_reference_members_own(
     tiny_engine: EnsembleEngine, params: SamplingParams, reference: str
 ) -> None:
     with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
-        request = replace(params, logprobs=True)
-        check(engine, result := engine.generate(QUESTION, request))
+        with_logprobs = replace(params, logprobs=True)
+        check(engine, result := engine.generate(QUESTION, with_logprobs))
         assert result.text == engine.generate(QUESTION, params).text
     assert result.usage.reference == reference
 
 
-def test_they_are_there_when_the_reference_member_has_left(tiny_engine: EnsembleEngine) -> None:
+def test_logprobs_remain_available_after_the_reference_member_has_left(tiny_engine: EnsembleEngine) -> None:
     class LeaveFirst:
         def __call__(self, totals: list[float], round_index: int) -> object:
             from specfuse_shared import ExitDecision
@@ -141,11 +141,11 @@ def test_they_are_there_when_the_reference_member_has_left(tiny_engine: Ensemble
         check(engine, result)
 
 
-def test_without_being_asked_for_there_are_none(tiny_engine: EnsembleEngine) -> None:
+def test_logprobs_are_given_only_on_request(tiny_engine: EnsembleEngine) -> None:
     assert tiny_engine.generate(QUESTION, SamplingParams(max_tokens=5)).logprobs is None
 
 
-def test_members_that_verify_row_by_row_give_them_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_members_that_verify_row_by_row_give_logprobs(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.support.tiny import byte_level_tokenizer, save_model
 
     folder = save_model("mamba", byte_level_tokenizer(), tmp_path_factory.mktemp("mamba"))

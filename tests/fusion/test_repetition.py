@@ -37,7 +37,7 @@ from tests.support.serving import reciting
         ("I am not sure.\n\nNo.\nI am not sure.\nYes.\n", "I am not"),
     ],
 )
-def test_a_stretch_thrice_in_a_row_and_a_line_for_the_third_time_repeat(answer: str, segment: str) -> None:
+def test_text_three_times_in_a_row_and_a_line_for_the_third_time_are_repetitions(answer: str, segment: str) -> None:
     assert repeats(answer, segment)
 
 
@@ -53,7 +53,7 @@ def test_a_stretch_thrice_in_a_row_and_a_line_for_the_third_time_repeat(answer: 
         ("I am not sure.\nI am not sure.\n", "\n"),
     ],
 )
-def test_less_than_that_is_none(answer: str, segment: str) -> None:
+def test_fewer_repetitions_are_allowed(answer: str, segment: str) -> None:
     assert not repeats(answer, segment)
 
 
@@ -78,7 +78,7 @@ ITEMS = "* Chicken and Steak\n* Salmon and Shrimp\n* Chicken and Steak\n* Chicke
         ("https://example.com/\n\nhttps://example.com/\n\n", "https://example.com/"),
     ],
 )
-def test_an_answer_that_repeats_itself_is_stuck(answer: str, segment: str) -> None:
+def test_a_repetition_loop_is_detected(answer: str, segment: str) -> None:
     assert is_stuck(answer, segment)
     assert repeats(answer, segment)
 
@@ -114,13 +114,13 @@ TEXT = {"type": "string"}
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    """Members that say the same words over and over, also within a string."""
+    """Members that repeat the same words without end, also within a string."""
     config = replace(reciting(tmp_path_factory.mktemp("endless"), endless=True), repetition_guard=True)
     with EnsembleEngine(config) as engine:
         yield engine
 
 
-def test_a_value_that_repeats_itself_is_closed_after_its_first_copy(endless: EnsembleEngine) -> None:
+def test_a_repetitive_value_is_closed_after_its_first_copy(endless: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema_of(a=TEXT)))
     result = endless.generate("Speak.", params)
     assert result.finish_reason == "repetition"
@@ -151,29 +151,29 @@ def test_a_value_continues_after_a_closed_string(endless: EnsembleEngine) -> Non
     assert result.finish_reason == "repetition"
 
 
-def test_a_string_that_may_not_end_there_continues(endless: EnsembleEngine) -> None:
+def test_a_string_that_cannot_end_at_the_loop_continues(endless: EnsembleEngine) -> None:
     schema = schema_of(a={**TEXT, "minLength": 260})
     result = endless.generate("Speak.", SamplingParams(max_tokens=500, grammar=Grammar.json_schema(schema)))
     assert len(json.loads(result.text)["a"]) >= 260
 
 
-def test_a_repetition_loop_without_a_near_end_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
+def test_a_repetition_loop_that_cannot_be_closed_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
     schema = schema_of(a={**TEXT, "pattern": "sleep near harbours!$"})
     with pytest.raises(UnfinishedValueError, match=r"the answer repeated .*people sleep"):
         endless.generate("Speak.", SamplingParams(max_tokens=200, grammar=Grammar.json_schema(schema)))
 
 
-def test_a_call_that_repeats_itself_is_closed_as_a_whole(endless: EnsembleEngine) -> None:
+def test_a_repetitive_call_is_closed_completely(endless: EnsembleEngine) -> None:
     tool = Tool("say", "", schema_of(a=TEXT, b=TEXT))
     result = endless.generate("Speak.", SamplingParams(max_tokens=400), tools=[tool], tool_choice="any")
     assert result.closing.startswith('"')
     assert result.closing.endswith("</tool_call>")
     assert json.loads(result.text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]["b"] == ""
     assert finish_reason(result, called=True) == "length"
-    assert not is_closed_nearby(result, called=True), "b is made up"
+    assert not is_closed_nearby(result, called=True), "b is invented"
 
 
-def test_the_guard_is_of_shared_answers(endless: EnsembleEngine, tmp_path: Path) -> None:
+def test_the_repetition_guard_applies_to_shared_answers(endless: EnsembleEngine, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(schema_of(a=TEXT)))
     alone = endless.generate("Speak.", params, members=["ann"])
     with EnsembleEngine(replace(endless.config, repetition_guard=False)) as unguarded:
@@ -193,7 +193,9 @@ def test_the_guard_is_of_shared_answers(endless: EnsembleEngine, tmp_path: Path)
         ('{"n": 12}', "", True),
     ],
 )
-def test_brackets_and_quotes_make_nothing_up_but_perhaps_half_a_number(text: str, closing: str, is_near: bool) -> None:
+def test_closing_brackets_and_quotes_invents_nothing_except_a_partial_number(
+    text: str, closing: str, is_near: bool
+) -> None:
     usage = Usage(1, 2, "a")
     result = EnsembleResult(text, FinishReason.LENGTH, None, usage, (), ("a",), None, 0, None, 0, closing=closing)
     assert is_closed_nearby(result) is is_near

@@ -1,4 +1,4 @@
-"""One request from start to finish, on two tiny members of different make."""
+"""One request from start to finish, on two tiny members of different families."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_events_come_in_order_and_rebuild_the_answer(tiny_engine: EnsembleEngine
     assert "".join(r.text for r in result.rounds) == result.text
 
 
-def test_generate_is_the_fold_of_stream(tiny_engine: EnsembleEngine) -> None:
+def test_generate_equals_the_joined_stream(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=30)
     streamed = list(tiny_engine.stream(QUESTION, params))[-1]
     assert isinstance(streamed, FinishEvent)
@@ -66,7 +66,7 @@ def test_generate_is_the_fold_of_stream(tiny_engine: EnsembleEngine) -> None:
     assert answer_of(tiny_engine.generate(QUESTION[0].content, params)) == answer_of(streamed.result)
 
 
-def test_the_result_is_json_and_names_everything(tiny_engine: EnsembleEngine) -> None:
+def test_the_result_is_json_with_all_fields(tiny_engine: EnsembleEngine) -> None:
     result = tiny_engine.generate(QUESTION, SamplingParams(max_tokens=20))
     data = json.loads(json.dumps(result.to_dict()))
     assert data["text"] == result.text
@@ -76,7 +76,7 @@ def test_the_result_is_json_and_names_everything(tiny_engine: EnsembleEngine) ->
     assert sum(s.segments_won for s in result.summary()) == len(result.rounds)
 
 
-def test_each_member_shares_one_vote_out_among_whole_values_and_nothing_else(tiny_engine: EnsembleEngine) -> None:
+def test_each_member_divides_one_vote_among_whole_values_only(tiny_engine: EnsembleEngine) -> None:
     words = Grammar.choice(["lighthouse", "harbour", "tide", "ship", "a", "b", "c", "d"])
     verified = []
     for question in ("Which?", "Say one.", "北京?", "def f(x):"):
@@ -104,7 +104,7 @@ def test_max_tokens_counts_on_the_reference_tokenizer(tiny_engine: EnsembleEngin
     assert longer.text.startswith(result.text)
 
 
-def shown_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> tuple[str, EnsembleResult]:
+def streamed_by(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> tuple[str, EnsembleResult]:
     """The content of the events, and the result."""
     events = events_of(engine, params, **settings)
     last = events[-1]
@@ -114,10 +114,10 @@ def shown_of(engine: EnsembleEngine, params: SamplingParams, **settings: object)
 
 @pytest.mark.parametrize("score", ["mean_logprob", "stretch"])
 @pytest.mark.parametrize("chance", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
-def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+def test_a_stop_string_cuts_the_answer_without_changing_it(
     tiny_engine: EnsembleEngine, chance: dict[str, float], score: str
 ) -> None:
-    """Inside a segment, across the borders of two, and of several stops the first."""
+    """Stop strings inside a segment, across two segments, and the first of several."""
     params = SamplingParams(max_tokens=40, **chance)
     whole = result_of(tiny_engine, params, score=score)
     text, across = whole.text, 0
@@ -126,16 +126,16 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
             stop = text[start : start + size]
             both = [stop, text[start + size - 1 : start + size + 3]]
             for stops in ([stop], both):
-                output, result = shown_of(tiny_engine, replace(params, stop=stops), score=score)
+                output, result = streamed_by(tiny_engine, replace(params, stop=stops), score=score)
                 assert output == result.text == text[: text.find(stop)]
                 assert (result.finish_reason, result.stop_sequence) == (FinishReason.STOP, stop)
                 assert [r.winner for r in result.rounds] == [r.winner for r in whole.rounds[: len(result.rounds)]]
                 across += start < result.rounds[-1].start
     assert across >= 2
-    assert shown_of(tiny_engine, replace(params, stop=["nowhere"]), score=score)[0] == text
+    assert streamed_by(tiny_engine, replace(params, stop=["nowhere"]), score=score)[0] == text
 
 
-def test_a_stop_string_that_max_tokens_cuts_off_is_none(tiny_engine: EnsembleEngine) -> None:
+def test_a_stop_string_cut_by_max_tokens_has_no_effect(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=23)
     text = result_of(tiny_engine, params).text
     longer = result_of(tiny_engine, replace(params, max_tokens=60)).text
@@ -265,7 +265,7 @@ def _for_chat(scores: Matrix, weights: Sequence[float], drafters: Sequence[Seque
 
 
 def test_a_candidate_that_closes_a_repetition_loop_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
-    """Without layers, the next token depends on the last one only, so that greedy text soon repeats itself."""
+    """Without layers, the next token depends only on the last one, so greedy text soon repeats itself."""
     folder = save_model("qwen3", byte_level_tokenizer(), tmp_path / "circling", seed=1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -290,7 +290,7 @@ def test_a_candidate_that_closes_a_repetition_loop_loses(tiny_engine: EnsembleEn
 def test_the_first_segment_has_its_own_length(tiny_engine: EnsembleEngine) -> None:
     result = result_of(tiny_engine, SamplingParams(max_tokens=40), segment_tokens=8, first_segment_tokens=2)
     first, *later = result.rounds
-    assert max(c.tokens for c in first.candidates) <= 2 + 8  # some more only to end a character
+    assert max(c.tokens for c in first.candidates) <= 2 + 8  # further tokens only complete a character
     assert max(c.tokens for r in later for c in r.candidates) >= 8
 
 
@@ -314,7 +314,7 @@ def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_en
         assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine still answers"
 
 
-def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
+def test_a_closed_engine_raises_a_named_error(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(EnsembleConfig(members=[MemberConfig(tiny_engine.config.member_configs[1].model)])) as engine:
         stream = engine.stream(QUESTION, SamplingParams(max_tokens=400))
         next(stream)
@@ -359,7 +359,7 @@ def test_a_conversation_of_another_form_is_refused_and_harms_no_batch(
         ({"tools": [{"name": "f", "description": "\ud83d"}]}, RequestError, "texts of whole characters"),
     ],
 )
-def test_an_option_of_another_type_is_refused_and_keeps_no_place(
+def test_an_option_of_a_wrong_type_is_refused_and_occupies_no_slot(
     tiny_engine: EnsembleEngine, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for _ in range(tiny_engine.config.max_concurrent + 4):
@@ -369,7 +369,7 @@ def test_an_option_of_another_type_is_refused_and_keeps_no_place(
     assert tiny_engine.generate("Hi.", SamplingParams(max_tokens=4), tools=None, timeout=60).text
 
 
-def test_half_a_character_is_refused_wherever_text_is_read(tiny_engine: EnsembleEngine) -> None:
+def test_a_lone_surrogate_is_refused_in_every_text(tiny_engine: EnsembleEngine) -> None:
     for call in (
         lambda: tiny_engine.tokenize("\ud83d"),
         lambda: tiny_engine.log_probabilities("Hi.", ["\ud83d"]),
@@ -378,7 +378,7 @@ def test_half_a_character_is_refused_wherever_text_is_read(tiny_engine: Ensemble
             call()
 
 
-def test_a_stream_keeps_its_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_stream_keeps_its_engine_alive(tmp_path_factory: pytest.TempPathFactory) -> None:
     stream = EnsembleEngine(pair_config(save_pair(tmp_path_factory))).stream("Hi.", SamplingParams(max_tokens=8))
     gc.collect()
     assert isinstance(list(stream)[-1], FinishEvent)
@@ -390,16 +390,16 @@ def test_a_member_that_leaves_after_the_last_round_is_in_the_result(tmp_path_fac
         result = engine.generate("Hi.", SamplingParams(max_tokens=500))
     assert result.finish_reason is FinishReason.LENGTH
     assert [row.exit_reason for row in result.summary()] == ["context"]
-    reported = [gone for record in result.rounds for gone in record.exits]
-    assert len(reported) == 1
+    exits = [gone for record in result.rounds for gone in record.exits]
+    assert len(exits) == 1
 
 
-def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_text_beyond_a_context_is_scored(tmp_path_factory: pytest.TempPathFactory) -> None:
     chat, base = save_pair(tmp_path_factory).values()
     small = MemberConfig(str(chat), name="small", dtype="float32", max_context=240)
     with EnsembleEngine([small, MemberConfig(str(base), name="large", dtype="float32")]) as engine:
-        request = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
-        result = engine.generate("Hi.", request)
+        with_logprobs = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
+        result = engine.generate("Hi.", with_logprobs)
         assert result.logprobs is None
         assert (
             "could not score the answer: a text exceeds the context of member 'small': it holds 240"
@@ -410,7 +410,7 @@ def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFac
 
 
 def test_the_others_continue_when_the_only_drafting_member_leaves(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Under a grammar one member drafts; it fails while it does."""
+    """Under a grammar one member drafts, and it fails during the draft."""
     chat, base = save_pair(tmp_path_factory).values()
     members = [
         MemberConfig(str(chat), name="verifies", dtype="float32", drafts_under_grammar=False),

@@ -47,7 +47,9 @@ def closed(answer: str, segment: str) -> str | None:
         ("", "[" + "0, " * PLAIN_ITEM_TIMES, "[0]"),
     ],
 )
-def test_a_loop_is_closed_after_its_first_copy_and_after_streamed_text(answer: str, segment: str, value: str) -> None:
+def test_a_loop_is_closed_after_its_first_copy_and_never_before_streamed_text(
+    answer: str, segment: str, value: str
+) -> None:
     assert closed(answer, segment) == value
 
 
@@ -78,14 +80,14 @@ def test_common_repetition_in_values_is_no_loop(text: str) -> None:
         assert closed(text[:size], text[size:]) is None
 
 
-def test_before_a_repeated_item_a_list_may_end_or_continue() -> None:
+def test_a_list_can_end_or_continue_before_a_repeated_item() -> None:
     text = '["red", "red", '
     assert loop_of(text, '"red", "r') == ValueLoop('"red"', '"red"', "")
     assert loop_of(text, '"red"]') is None
     assert loop_of(text, '"red", "blue"') is None
 
 
-def test_no_text_raises_and_the_kept_text_begins_the_segment() -> None:
+def test_no_text_raises_an_error_and_the_result_is_a_prefix_of_the_segment() -> None:
     texts = ['[{"a\\', '{"a": "\\u00', '"""""""', "]]]}}}", '[,,,,,,"a', '{"a": "' + "\\u00e4\\n " * 12, "[" * 500]
     for text in texts:
         for size in range(0, len(text), 3):
@@ -94,7 +96,7 @@ def test_no_text_raises_and_the_kept_text_begins_the_segment() -> None:
 
 
 @pytest.mark.parametrize("item", ["clock", "a quiet room", "Grüße\\n", '\\"never\\"'])
-def test_wherever_a_list_is_cut_into_segments_few_equal_items_are_left(item: str) -> None:
+def test_few_equal_items_remain_for_any_segmentation_of_a_list(item: str) -> None:
     whole = "[" + f'"{item}", ' * 20
     for length in (15, 25, 60):
         answer, places = "", 0

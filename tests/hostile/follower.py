@@ -1,4 +1,4 @@
-"""A process that holds random answers to grammars from its standard input, and says what became of each."""
+"""A process that generates random answers under grammars from its standard input, and prints their outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS, TOKENS, MOST_TOKENS = 12, 6, 64
 
 
 class Follower:
-    """Follows grammars as an answer of one member does, with a member that says anything."""
+    """Follows grammars like an answer of one member that produces random text."""
 
     def __init__(self) -> None:
         tokenizer = byte_level_tokenizer()
@@ -69,22 +69,22 @@ class Follower:
 
 
 def main() -> None:
-    """A grammar a line in; its outcome and the processor's seconds of its slowest round out."""
+    """Reads a grammar a line; prints its outcome and the processor seconds of its slowest round."""
     follower = Follower()
-    say("ready")
+    write_line("ready")
     for line in sys.stdin:
         fields, seed = json.loads(line)
         reported = follower.follow(fields, seed)
-        say([reported, follower.slowest])
+        write_line([reported, follower.slowest])
 
 
-def say(what: Any) -> None:
+def write_line(what: Any) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    threading.stack_size(512 * 1024)  # what a thread has on macOS
+    threading.stack_size(512 * 1024)  # the stack size of a thread on macOS
     thread = threading.Thread(target=main)
     thread.start()
     thread.join()

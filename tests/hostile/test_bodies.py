@@ -20,11 +20,11 @@ from tests.support.serving import command, ready, until
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 LONGEST_SECONDS = 2.0
-"""That anything else waits for a random body, in the event loop or for a lane."""
+"""Maximum seconds that another request waits for a random body, in the event loop or for a lane."""
 
 
 class Served:
-    """A server, a client that sends it anything, and how long others wait meanwhile."""
+    """A server with a client that sends random bodies; the waits of another client are measured."""
 
     def __init__(self, address: str) -> None:
         self.client = httpx.Client(base_url=address, timeout=120)
@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config.write_text(f"[ensembles.tiny]\nmembers = [{members}]\n")
     with command("--config", str(config)) as (process, address):
         assert process.stderr is not None
-        log = threading.Thread(target=process.stderr.read, daemon=True)  # unread, it would block the server
+        log = threading.Thread(target=process.stderr.read, daemon=True)  # an unread pipe would block the server
         log.start()
         until(lambda: ready(address), 120)
         result = Served(address)
@@ -80,7 +80,7 @@ def test_no_body_is_answered_with_a_failure(served: Served, body: dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_none_of_five_thousand_keeps_others_waiting(served: Served) -> None:
+def test_five_thousand_random_bodies_delay_no_other_client(served: Served) -> None:
     over = threading.Event()
     watch = threading.Thread(target=served.watch, args=(over,))
     watch.start()

@@ -1,4 +1,4 @@
-"""Grammars at random, in a process that may die: none ends it, none is answered with anything but our errors."""
+"""Random grammars in a separate process: none kills it, and all failures are our errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from tests.hostile.strategies import chain, grammars
 
 LONGEST_SECONDS = 2.0
-"""Of the processor, for the slowest round of an answer."""
+"""Processor seconds of the slowest round of an answer."""
 PATIENCE_SECONDS = 30
-"""Of the processor, for a whole answer."""
+"""Processor seconds of a whole answer."""
 EXPECTED = {"an answer", "GrammarError", "ValueTooLongError", "UnfinishedValueError"}
-"""None of them is a failure of the server."""
+"""Outcomes that are no failure of the server."""
 
 
 class Watched:
-    """The process, started anew where it died."""
+    """The process, restarted after it died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -53,8 +53,8 @@ class Watched:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            requests = [sys.executable, "-m", "tests.hostile.follower"]
-            self._process = subprocess.Popen(requests, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, "-m", "tests.hostile.follower"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._read(self._process) == "ready"
         return self._process
 
@@ -63,7 +63,7 @@ class Watched:
         began = _processor_seconds(process)
         while not select.select([process.stdout], [], [], 1.0)[0]:
             if _processor_seconds(process) - began > PATIENCE_SECONDS:
-                process.kill()  # the next grammar gets a process that is not busy with this one
+                process.kill()  # the next grammar gets an idle process
                 process.wait()
                 raise AssertionError("it never ends")
         line = process.stdout.readline()
@@ -100,7 +100,9 @@ def test_no_grammar_ends_the_process_or_stalls_a_round(watched: Watched, grammar
 @pytest.mark.timeout(3000)
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(grammar=grammars(), seed=st.integers(0, 2**32))
-def test_none_of_five_thousand_does(watched: Watched, grammar: dict[str, Any], seed: int) -> None:
+def test_five_thousand_random_grammars_neither_end_the_process_nor_stall_a_round(
+    watched: Watched, grammar: dict[str, Any], seed: int
+) -> None:
     check(watched, grammar, seed)
 
 
@@ -126,5 +128,5 @@ def test_none_of_five_thousand_does(watched: Watched, grammar: dict[str, Any], s
     ],
     ids=lambda grammar: f"{grammar['kind']} {grammar['source'][:24]}",
 )
-def test_grammars_that_once_did(watched: Watched, grammar: dict[str, Any]) -> None:
+def test_grammars_that_once_stalled_are_bounded(watched: Watched, grammar: dict[str, Any]) -> None:
     check(watched, grammar)

@@ -1,4 +1,4 @@
-"""Fixtures of the LangChain tests: an ensemble that answers nonsense in no time."""
+"""Fixtures of the LangChain tests: an ensemble that answers noise immediately."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]
 
 @pytest.fixture
 def chat(tiny: EnsembleEngine) -> ChatSpecFuse:
-    """A chat model over it."""
+    """A chat model over `tiny`."""
     return ChatSpecFuse(engine=tiny, max_tokens=12)

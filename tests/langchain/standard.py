@@ -23,7 +23,7 @@ class Supported:
 
 
 class ByTheDemo(Supported):
-    """Mixed in before the integration suite, whose answers are the demo members'."""
+    """A mixin for the integration suite with the demo members."""
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:

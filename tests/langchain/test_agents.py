@@ -1,4 +1,4 @@
-"""`create_agent` over the demo ensemble: middlewares, people who have to agree, and a memory."""
+"""`create_agent` over the demo ensemble: middlewares, human approval, and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def multiply(a: int, b: int) -> str:
 
 @wrap_model_call
 def call_first(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-    """Models as small as the demo's begin no call by themselves, so the first turn has to be one."""
+    """Models as small as the demo's do not start a call by themselves, so the first turn is forced to be one."""
     called = any(isinstance(message, ToolMessage) for message in request.messages)
     return handler(request if called else request.override(tool_choice="any"))
 

@@ -1,4 +1,4 @@
-"""Batches: bounded threads, a run for each input, and all of them in the engine together."""
+"""Batches: bounded threads, a run for each input, and concurrent inputs in the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.serving import line_of
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 QUESTIONS = [f"What is {number}?" for number in range(12)]
-LONG = "Tell me about the sea. " * 400
+LONG = "Write about the sea. " * 400
 Batch = Callable[..., list[Any]]
 
 
@@ -60,7 +60,7 @@ def as_completed(model: ChatSpecFuse, *args: Any, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", [batch, as_completed])
-def test_each_input_is_a_run_of_its_own_and_the_engine_is_full(chat: ChatSpecFuse, way: Batch) -> None:
+def test_each_input_is_a_separate_run_and_they_fill_the_engine(chat: ChatSpecFuse, way: Batch) -> None:
     runs, before = Runs(), threading.active_count()
     with watched_threads() as counts:
         answers = way(chat, QUESTIONS, {"callbacks": [runs]}, max_tokens=4)
@@ -78,7 +78,7 @@ def test_max_concurrency_may_allow_fewer(chat: ChatSpecFuse, way: Batch) -> None
     assert runs.most <= 2
 
 
-def test_a_given_run_is_that_of_the_first_input_only(chat: ChatSpecFuse) -> None:
+def test_a_given_run_id_applies_to_the_first_input_only(chat: ChatSpecFuse) -> None:
     runs, run_id = Runs(), uuid4()
     with pytest.warns(RuntimeWarning, match="first element"):
         chat.batch(QUESTIONS[:4], {"callbacks": [runs], "run_id": run_id}, max_tokens=2)
@@ -125,14 +125,14 @@ async def test_asynchronous_exceptions_stay_with_their_input(chat: ChatSpecFuse)
     assert isinstance(first, AIMessage)
 
 
-def test_an_engine_that_refuses_to_queue_takes_a_batch_all_the_same(tiny: EnsembleEngine) -> None:
+def test_an_engine_without_a_queue_accepts_a_batch(tiny: EnsembleEngine) -> None:
     config = type(tiny.config)(tiny.config.members, max_concurrent=2, max_queue=2, when_busy="raise")
     with EnsembleEngine(config) as engine:
         assert len(ChatSpecFuse(engine=engine, max_tokens=2).batch(QUESTIONS)) == len(QUESTIONS)
 
 
 class watched_threads:
-    """Samples how many threads there are while a block runs."""
+    """Samples the number of threads while a block runs."""
 
     def __enter__(self) -> list[int]:
         self._counts, self._over = [threading.active_count()], threading.Event()
@@ -157,7 +157,7 @@ from langchain_specfuse import ChatSpecFuse
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs in the background ignore it
 model = ChatSpecFuse(members=sys.argv[2:], max_tokens=400, seed=1)
 model.load()
-questions = [f"Tell a story of {n} foxes." for n in range(400)]
+questions = [f"Write a story of {n} foxes." for n in range(400)]
 print("go", flush=True)
 if sys.argv[1] == "batch":
     model.batch(questions)

@@ -43,14 +43,14 @@ async def test_text_and_a_call_after_it_are_two_blocks(caller: EnsembleEngine, v
         assert answer.response_metadata["finish_reason"] == "tool_calls"
 
 
-def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
+def test_text_and_a_call_are_two_blocks_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
     stream = ChatSpecFuse(engine=caller, max_tokens=200).stream_events("When?", version="v3", tools=[NOW])
     assert "".join(stream.text) == "Let me see . "
     assert calls_of(stream.output) == CALLED
     assert [block["type"] for block in stream.output.content_blocks] == ["text", "tool_call"]
 
 
-def test_reasoning_text_and_calls_have_an_index_each() -> None:
+def test_reasoning_text_and_calls_have_separate_indices() -> None:
     answer = ChunkBuilder(lambda: "x", "none", reader=CallReader())
     text = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
     events = [ThinkingEvent("a", "Hm."), SegmentEvent(text + "</tool_call>", 0, len(text), None)]

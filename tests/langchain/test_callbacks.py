@@ -49,7 +49,7 @@ class AsyncRecorder(AsyncCallbackHandler):
 
 
 @pytest.fixture
-def telling(tiny: EnsembleEngine) -> ChatSpecFuse:
+def with_events(tiny: EnsembleEngine) -> ChatSpecFuse:
     return ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True)
 
 
@@ -82,9 +82,9 @@ WAYS = [invoke, stream, stream_v3, messages_of_a_graph]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_segment_events_come_whichever_way_the_model_runs(telling: ChatSpecFuse, way: Run) -> None:
+def test_segment_events_are_sent_by_every_method(with_events: ChatSpecFuse, way: Run) -> None:
     received = Recorder()
-    text = way(telling, {"callbacks": [received]})
+    text = way(with_events, {"callbacks": [received]})
     assert {name for name, _ in received.events} == {"specfuse_segment"}
     assert "".join(data["text"] for _, data in received.events) == text != ""
     assert all(data["member"] in ("chat", "base", None) for _, data in received.events)
@@ -92,28 +92,28 @@ def test_segment_events_come_whichever_way_the_model_runs(telling: ChatSpecFuse,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_segment_events_there_are_none(chat: ChatSpecFuse, way: Run) -> None:
+def test_segment_events_can_be_disabled(chat: ChatSpecFuse, way: Run) -> None:
     received = Recorder()
     way(chat, {"callbacks": [received]})
     assert received.events == []
 
 
-async def test_segment_events_come_in_every_asynchronous_way(telling: ChatSpecFuse) -> None:
+async def test_segment_events_are_sent_by_every_asynchronous_method(with_events: ChatSpecFuse) -> None:
     received, handler = AsyncRecorder(), Recorder()
     config: Any = {"callbacks": [received, handler]}
-    whole = (await telling.ainvoke(QUESTION, config)).text
+    whole = (await with_events.ainvoke(QUESTION, config)).text
     first = len(received.events)
     assert "".join(data["text"] for _, data in received.events) == whole
-    assert "".join([chunk.text async for chunk in telling.astream(QUESTION, config)]) == whole
+    assert "".join([chunk.text async for chunk in with_events.astream(QUESTION, config)]) == whole
     assert len(received.events) == 2 * first == len(handler.events)
-    events = [event async for event in telling.astream_events(QUESTION, version="v2")]
+    events = [event async for event in with_events.astream_events(QUESTION, version="v2")]
     reported = [event["data"] for event in events if event["event"] == "on_custom_event"]
     assert reported == [data for _, data in received.events[:first]]
-    in_graph = graph_of(telling).astream_events({"messages": [("user", QUESTION)]}, version="v2")
+    in_graph = graph_of(with_events).astream_events({"messages": [("user", QUESTION)]}, version="v2")
     assert [e["data"] async for e in in_graph if e["event"] == "on_custom_event"] == reported
 
 
-def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
+def test_a_models_callbacks_receive_segment_events(tiny: EnsembleEngine) -> None:
     received = Recorder()
     model = ChatSpecFuse(engine=tiny, max_tokens=8, segment_events=True, callbacks=[received])
     assert "".join(data["text"] for _, data in received.events) == ""
@@ -125,14 +125,14 @@ def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_callbacks_hear_each_chunk_once(chat: ChatSpecFuse, way: Run) -> None:
+def test_callbacks_receive_each_chunk_once(chat: ChatSpecFuse, way: Run) -> None:
     received = Recorder()
     text = way(chat, {"callbacks": [received]})
     assert "".join(received.tokens) == text != ""
     assert len(received.tokens) > 2
 
 
-async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFuse) -> None:
+async def test_callbacks_receive_each_chunk_once_on_an_event_loop(chat: ChatSpecFuse) -> None:
     received, again = Recorder(), Recorder()
     whole: AIMessage = await chat.ainvoke(QUESTION, {"callbacks": [received]})
     streamed = [chunk.text async for chunk in chat.astream(QUESTION, {"callbacks": [again]})]
@@ -142,7 +142,7 @@ async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFus
 
 @pytest.mark.parametrize("settings", [{"streaming": True}, {}])
 @pytest.mark.parametrize("options", [{"stream": True}, {}])
-def test_streaming_may_be_asked_for_and_callbacks_still_hear_each_chunk_once(
+def test_with_streaming_on_callbacks_receive_each_chunk_once(
     tiny: EnsembleEngine, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
     received = Recorder()
@@ -151,7 +151,7 @@ def test_streaming_may_be_asked_for_and_callbacks_still_hear_each_chunk_once(
     assert "".join(received.tokens) == answer.text != ""
 
 
-def test_a_stream_that_is_switched_off_is_one_message(tiny: EnsembleEngine) -> None:
+def test_a_disabled_stream_is_one_message(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=12, streaming=False)
     [whole] = model.stream(QUESTION)
     assert whole.text == ChatSpecFuse(engine=tiny, max_tokens=12).invoke(QUESTION).text
@@ -167,22 +167,20 @@ def test_a_graph_does_not_stream_when_streaming_is_off(tiny: EnsembleEngine, off
     assert [type(message) for message, _ in reported] == [AIMessage]
 
 
-def test_streams_are_switched_off_for_a_call_or_for_those_with_tools(tiny: EnsembleEngine) -> None:
-    def heard(model: Any, **options: Any) -> list[str]:
+def test_streaming_can_be_disabled_for_a_call_or_for_calls_with_tools(tiny: EnsembleEngine) -> None:
+    def tokens_of(model: Any, **options: Any) -> list[str]:
         recorder = Recorder()
         assert model.invoke(QUESTION, {"callbacks": [recorder]}, **options).text
         return recorder.tokens
 
     by_tools = ChatSpecFuse(engine=tiny, max_tokens=12, disable_streaming="tool_calling")
-    assert heard(ChatSpecFuse(engine=tiny, max_tokens=12), stream=False) == []
-    assert heard(by_tools.bind_tools([TOOL], tool_choice="none")) == []
-    assert heard(by_tools) != []
+    assert tokens_of(ChatSpecFuse(engine=tiny, max_tokens=12), stream=False) == []
+    assert tokens_of(by_tools.bind_tools([TOOL], tool_choice="none")) == []
+    assert tokens_of(by_tools) != []
 
 
 @pytest.mark.parametrize("off", OFF)
-async def test_segment_events_come_once_where_streams_are_switched_off(
-    tiny: EnsembleEngine, off: dict[str, Any]
-) -> None:
+async def test_segment_events_are_sent_once_if_streaming_is_disabled(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True, **off)
     for way in (invoke, stream):
         received = Recorder()

@@ -77,7 +77,7 @@ def test_provenance_and_ledger_are_json(model: ChatSpecFuse) -> None:
     assert "".join(r["text"] for r in saved["specfuse"]["rounds"]).startswith(str(answer.content))
 
 
-def test_usage_and_metadata_come_once(answer: AIMessage, chunks: list[AIMessageChunk]) -> None:
+def test_usage_and_metadata_are_sent_once(answer: AIMessage, chunks: list[AIMessageChunk]) -> None:
     usage = answer.usage_metadata
     assert usage is not None
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -98,7 +98,7 @@ class Recorder(BaseCallbackHandler):
         self.tokens.append(token)
 
 
-def test_callbacks_hear_every_segment_once(model: ChatSpecFuse) -> None:
+def test_callbacks_receive_every_segment_once(model: ChatSpecFuse) -> None:
     recorder = Recorder()
     streamed = [str(chunk.content) for chunk in model.stream(QUESTION, {"callbacks": [recorder]}, max_tokens=8)]
     assert recorder.tokens == streamed
@@ -127,7 +127,7 @@ def test_a_stop_string_of_the_call_replaces_that_of_the_model(demo_engine: Ensem
     assert model.invoke(QUESTION, stop=[" "]).response_metadata["specfuse"]["stop_sequence"] == " "
 
 
-def test_settings_of_a_call_do_not_stay(model: ChatSpecFuse) -> None:
+def test_settings_of_a_call_apply_to_this_call_only(model: ChatSpecFuse) -> None:
     before = model.model_dump()
     short = model.invoke(QUESTION, max_tokens=4, temperature=0.7, seed=5, stop=["\n\n\n"])
     assert short.usage_metadata is not None

@@ -1,4 +1,4 @@
-"""Conventions of other chat models: sizes, settings, records, finish reasons, and small freedoms."""
+"""Conventions of other chat models: sizes, settings, records, finish reasons, and accepted variants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONVERSATION = [SystemMessage("Be brief. " * 8), HumanMessage("The sea. " * 30),
 
 
 class Results(BaseCallbackHandler):
-    """Keeps what a run ended with."""
+    """Records the final results of runs."""
 
     def __init__(self) -> None:
         self.results: list[LLMResult] = []
@@ -71,7 +71,7 @@ def test_a_conversation_is_summarised_at_a_fraction_of_the_context(tiny: Ensembl
     assert len(state["messages"]) == 3
 
 
-def test_nothing_has_no_tokens_and_partial_messages_can_be_trimmed(chat: ChatSpecFuse) -> None:
+def test_empty_input_has_no_tokens_and_partial_messages_can_be_trimmed(chat: ChatSpecFuse) -> None:
     assert chat.get_num_tokens_from_messages([]) == 0
     limit = chat.get_num_tokens_from_messages(CONVERSATION) - 40
     for strategy in ("last", "first"):
@@ -106,7 +106,7 @@ def test_an_engine_and_a_server_are_two_sources(tiny: EnsembleEngine) -> None:
         ChatSpecFuse(engine=tiny, base_url="http://127.0.0.1:8000")
 
 
-def test_a_default_timeout_is_that_of_the_field_and_none_says_nothing(tiny: EnsembleEngine) -> None:
+def test_the_default_timeout_is_the_fields_and_none_changes_nothing(tiny: EnsembleEngine) -> None:
     hurried = ChatSpecFuse(engine=tiny, max_tokens=8, timeout=1e-9)
     with pytest.raises(TimeoutError):
         hurried.invoke(QUESTION)
@@ -115,14 +115,14 @@ def test_a_default_timeout_is_that_of_the_field_and_none_says_nothing(tiny: Ense
     assert hurried.invoke(QUESTION, timeout=60).text
 
 
-def test_none_means_as_in_the_field(chat: ChatSpecFuse) -> None:
+def test_none_means_the_fields_value(chat: ChatSpecFuse) -> None:
     unset: dict[str, Any] = {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "tool_choice": None}
     assert chat.invoke(QUESTION, **unset).text == chat.invoke(QUESTION).text
     settings: dict[str, Any] = {"max_tokens": None, "temperature": None, "timeout": None, "top_p": None}
     assert ChatSpecFuse(engine=chat.engine, **settings).max_tokens == ChatSpecFuse(engine=chat.engine).max_tokens
 
 
-def test_one_answer_calls_one_tool_by_default(tiny: EnsembleEngine) -> None:
+def test_an_answer_calls_one_tool_by_default(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny)
     ask = {"tools": [{"type": "function", "function": {"name": "now"}}]}
     assert model._request([HumanMessage("Hi")], None, dict(ask)).options["parallel_tool_calls"] is False
@@ -148,7 +148,7 @@ def test_a_history_with_calls_and_unnamed_answers_is_answered(chat: ChatSpecFuse
     assert chat.invoke(history).usage_metadata
 
 
-def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
+def test_an_ensemble_is_not_a_preset(tiny: EnsembleEngine) -> None:
     with pytest.raises(ConfigError, match="'presets'"):
         ChatSpecFuse(engine=tiny, presets={})
     with pytest.raises(ConfigError, match="'preset'"):
@@ -159,7 +159,7 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize(("reason", "expected"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
-def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, expected: str) -> None:
+def test_finish_reasons_have_common_names(tiny: EnsembleEngine, reason: str, expected: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
     [last] = ChunkBuilder(lambda: "tiny", "summary", reader=None).chunks(FinishEvent(ended))
     reported = last.message.response_metadata
@@ -167,7 +167,7 @@ def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, expe
     assert reported["specfuse"]["finish_reason"] == reason
 
 
-def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
+def test_each_generation_has_its_finish_reason(chat: ChatSpecFuse) -> None:
     received = Results()
     chat.invoke(QUESTION, {"callbacks": [received]})
     list(chat.stream(QUESTION, {"callbacks": [received]}))
@@ -215,7 +215,7 @@ def test_a_call_and_a_value_have_the_agreement_of_each_field(tiny: EnsembleEngin
 
 
 @pytest.mark.parametrize("stage", ["draft", "verify"])
-async def test_a_member_that_fails_is_seen(tiny: EnsembleEngine, stage: str) -> None:
+async def test_a_failed_member_is_reported(tiny: EnsembleEngine, stage: str) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=20)
     with fault_in(tiny, stage, FAULTS["exception"], None):
         with pytest.warns(MemberFailedWarning, match="base"):

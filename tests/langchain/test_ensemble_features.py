@@ -66,7 +66,7 @@ def test_blocks_of_version_one_are_one_text_block(model: ChatSpecFuse, demo_engi
     assert (block["type"], block.get("text")) == ("text", model.invoke(QUESTION).content)
 
 
-async def test_answers_of_one_loop_interleave(model: ChatSpecFuse) -> None:
+async def test_answers_on_one_event_loop_interleave(model: ChatSpecFuse) -> None:
     order: list[int] = []
 
     async def follow(number: int) -> None:
@@ -80,7 +80,7 @@ async def test_answers_of_one_loop_interleave(model: ChatSpecFuse) -> None:
     assert order != sorted(order, reverse=True)
 
 
-def test_a_batch_is_one_batch_of_the_engine(demo_engine: EnsembleEngine) -> None:
+def test_a_batch_is_one_batch_in_the_engine(demo_engine: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=demo_engine, max_tokens=8)
     questions = [f"Write one sentence about the number {number}." for number in range(8)]
     before = demo_engine.metrics().forwards
@@ -98,7 +98,7 @@ def test_a_timeout_ends_an_answer(model: ChatSpecFuse) -> None:
         model.invoke(QUESTION, max_tokens=400, timeout=0.5)
 
 
-async def test_leaving_a_stream_ends_its_answer(model: ChatSpecFuse) -> None:
+async def test_closing_a_stream_ends_its_answer(model: ChatSpecFuse) -> None:
     async for _ in model.astream(QUESTION, max_tokens=200):
         break
     assert (await model.ainvoke(QUESTION)).content
@@ -120,8 +120,8 @@ def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
     demo, pair = ChatSpecFuse(model="demo"), ChatSpecFuse(model_name="pair", ensembles={"pair": ["no/one", "no/two"]})
     assert demo._ensemble() == ChatSpecFuse(members="demo")._ensemble()
     assert pair._ensemble().names == ("one", "two")
-    own = ChatSpecFuse(model="demo", ensembles={"demo": ["no/one"]})
-    assert own._ensemble().names == own._ensemble("demo").names == ("one",), "the caller's, not the packaged one"
+    custom = ChatSpecFuse(model="demo", ensembles={"demo": ["no/one"]})
+    assert custom._ensemble().names == custom._ensemble("demo").names == ("one",), "the caller's, not the packaged one"
     assert pair.model_name == pair._get_ls_params()["ls_model_name"] == "pair"
     chosen = ChatSpecFuse(members=["no/one"], ensembles=pair.ensembles).configurable_fields(
         model_name=ConfigurableField(id="who")
@@ -158,11 +158,11 @@ def test_the_profile_lists_the_models_abilities(model: ChatSpecFuse, demo_engine
 
 
 def rag_chain(llm: Runnable[Any, Any]) -> Runnable[Any, str]:
-    """A retrieval chain as tutorials write it; only its model is ours."""
+    """A retrieval chain from a tutorial, with our model."""
     documents = [Document("The observatory opens at seven in the evening."), Document("Tickets cost nine euros.")]
     retriever: Any = RunnableLambda(lambda question: [d for d in documents if "opens" in d.page_content])
     prompt = ChatPromptTemplate.from_template("Context: {context}\nQuestion: {question}\nAnswer briefly.")
-    context: Any = retriever | (lambda found: "\n".join(d.page_content for d in found))
+    context: Any = retriever | (lambda retrieved: "\n".join(d.page_content for d in retrieved))
     return {"context": context, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
 
 

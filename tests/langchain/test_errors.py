@@ -1,4 +1,4 @@
-"""Errors are the engine's and LangChain's at once, so that what retries or falls back does the right thing."""
+"""Errors have the engine's and LangChain's types, so that retries and fallbacks work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from langchain_specfuse.chat_models import with_raw
 from langchain_specfuse.errors import UnfinishedValueError, as_langchain, translated
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams, errors
 
-LONG = "Tell me about the sea. " * 400
+LONG = "Write about the sea. " * 400
 MADE: list[errors.SpecFuseError] = [
     errors.SpecFuseError("x"),
     errors.ConfigError("x"),
@@ -58,7 +58,7 @@ class Starts(BaseCallbackHandler):
 
 @pytest.fixture
 def hurried(tiny: EnsembleEngine) -> ChatSpecFuse:
-    """A model that never has time."""
+    """A model whose timeout always passes."""
     return ChatSpecFuse(engine=tiny, max_tokens=12, timeout=1e-9)
 
 
@@ -136,7 +136,7 @@ async def test_a_refused_setting_is_an_invalid_request(chat: ChatSpecFuse, optio
             [chunk async for chunk in chat.astream("Hi", **options)]
 
 
-def test_a_timeout_is_both(hurried: ChatSpecFuse) -> None:
+def test_a_timeout_is_an_error_of_both_libraries(hurried: ChatSpecFuse) -> None:
     for theirs in (exceptions.ModelTimeoutError, errors.RequestTimeoutError, TimeoutError):
         with pytest.raises(theirs):
             hurried.invoke("Hi")
@@ -184,7 +184,7 @@ def test_a_cut_value_is_a_parsing_error_next_to_its_beginning(chat: ChatSpecFuse
     assert usage["total_tokens"] == usage["input_tokens"] + 20
 
 
-def test_an_error_of_a_cut_value_can_be_made_by_hand() -> None:
+def test_an_error_of_a_truncated_value_can_be_constructed() -> None:
     error = UnfinishedValueError("cut", member=None, text='{"a')
     assert (error.llm_output, error.usage) == ('{"a', None)
 
@@ -219,7 +219,7 @@ def test_permanent_errors_are_not_retried(
     assert starts.count == 1
 
 
-def test_another_model_answers_where_the_first_has_no_time(hurried: ChatSpecFuse, chat: ChatSpecFuse) -> None:
+def test_a_fallback_model_answers_after_a_timeout(hurried: ChatSpecFuse, chat: ChatSpecFuse) -> None:
     agent = create_agent(hurried, [], middleware=[ModelFallbackMiddleware(chat)])
     state = agent.invoke({"messages": [("user", "Hi")]})
     assert state["messages"][-1].text == chat.invoke("Hi").text

@@ -1,4 +1,4 @@
-"""OpenTelemetry exporters of others find our model's name, sampling and tokens where they look."""
+"""Third-party OpenTelemetry exporters read our model's name, sampling parameters and token counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
 from tests.support.exporting import Spans, instrumented, parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of the exporter
 
 
 @pytest.fixture

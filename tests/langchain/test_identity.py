@@ -1,4 +1,4 @@
-"""How a model describes itself: in traces, caches, dumps and profiles; and its reply to options that it lacks."""
+"""How a model describes itself: in traces, caches, dumps and profiles; and its errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(tiny: 
     assert len(received.told) == 2
 
 
-def test_a_server_s_address_is_no_name_of_a_model() -> None:
+def test_a_servers_address_is_not_a_models_name() -> None:
     model = ChatSpecFuse(base_url="http://127.0.0.1:9")
     assert model._get_ls_params()["ls_model_name"] == "specfuse"
     assert (model.profile or {})["name"] == "specfuse"
@@ -66,7 +66,7 @@ def test_a_server_s_address_is_no_name_of_a_model() -> None:
 # ── dumps, and the key of a cache ────────────────────────────────────────────────────────────────
 
 
-def test_a_model_comes_back_from_its_dump(tiny: EnsembleEngine) -> None:
+def test_a_model_can_be_loaded_from_its_dump(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(
         config=replace(tiny.config, max_concurrent=3),
         max_tokens=9,
@@ -87,14 +87,14 @@ def test_a_model_comes_back_from_its_dump(tiny: EnsembleEngine) -> None:
 @pytest.mark.parametrize(
     "settings", [{"members": "demo"}, {"model": "demo"}, {"base_url": "http://x"}, {"members": ["a/b", "c/d"]}]
 )
-def test_every_kind_of_model_comes_back(settings: dict[str, Any]) -> None:
+def test_every_kind_of_model_can_be_loaded_from_its_dump(settings: dict[str, Any]) -> None:
     model = ChatSpecFuse(**settings)
     again = loads(dumps(model), allowed_objects=[ChatSpecFuse], valid_namespaces=["langchain_specfuse"])
     assert dumpd(again) == dumpd(model)
     assert again.base_url == model.base_url
 
 
-def test_a_local_folder_of_another_process_is_asked_for() -> None:
+def test_loading_a_dump_asks_for_a_local_folder() -> None:
     with pytest.raises(errors.ConfigError, match="another process"):
         ChatSpecFuse(members=[{"model": "local:qwen#123456789abc"}])
 
@@ -103,7 +103,7 @@ def test_a_local_folder_of_another_process_is_asked_for() -> None:
     "changes",
     [{"output_version": "v1"}, {"ledger": "none"}, {"temperature": 0.5}, {"config": EnsembleConfig(["no/one", "x/y"])}],
 )
-def test_everything_that_decides_a_message_is_in_the_key_of_a_cache(changes: dict[str, Any]) -> None:
+def test_the_cache_key_contains_all_settings_that_affect_a_message(changes: dict[str, Any]) -> None:
     model = ChatSpecFuse(members=["no/one", "no/two"])
     settings = changes if "config" in changes else {"members": ["no/one", "no/two"], **changes}
     assert ChatSpecFuse(**settings)._get_llm_string() != model._get_llm_string()
@@ -160,14 +160,14 @@ def test_a_copy_with_more_tokens_reports_them(tiny: EnsembleEngine) -> None:
     assert ChatSpecFuse(engine=tiny, profile={}).model_copy(update={"max_tokens": 20}).profile == {}
 
 
-def test_a_profile_of_one_s_own_stays(tiny: EnsembleEngine) -> None:
+def test_a_given_profile_stays(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, profile={"max_input_tokens": 7})
     configurable: Any = model.configurable_fields(seed=ConfigurableField(id="seed"))
     made, _ = configurable.prepare({"configurable": {"seed": 1}})
     assert model.load().profile == made.profile == {"max_input_tokens": 7}
 
 
-def test_load_learns_the_sizes_of_a_server_s_model(tiny: EnsembleEngine) -> None:
+def test_load_reads_the_sizes_of_a_servers_model(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}) as client:
         model = ChatSpecFuse(base_url=str(client.base_url))
         assert "max_input_tokens" not in (model.profile or {})
@@ -177,7 +177,7 @@ def test_load_learns_the_sizes_of_a_server_s_model(tiny: EnsembleEngine) -> None
         assert fresh.invoke("Hi").response_metadata["model_name"] == "tiny"
 
 
-def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngine, tmp_path: Path) -> None:
+def test_load_reads_the_sizes_of_members_that_were_not_downloaded(tiny: EnsembleEngine, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     model = ChatSpecFuse(members=[str(folder)])
     assert "max_input_tokens" not in (model.profile or {})
@@ -189,7 +189,7 @@ def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngin
 # ── fields of a record that stay, and counts ─────────────────────────────────────────────────────
 
 
-def test_no_ledger_is_none_and_segment_events_remain(tiny: EnsembleEngine) -> None:
+def test_ledger_none_removes_the_ledger_and_segment_events_remain(tiny: EnsembleEngine) -> None:
     class StreamItem(BaseCallbackHandler):
         def __init__(self) -> None:
             self.members: set[str | None] = set()
@@ -219,7 +219,7 @@ def test_thinking_tokens_are_counted_as_reasoning(tiny: EnsembleEngine) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
-def test_tokens_are_counted_as_one_wishes(tiny: EnsembleEngine) -> None:
+def test_a_custom_token_counter_is_used(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, custom_get_token_ids=lambda text: list(range(len(text.split()))))
     assert model.get_token_ids("one two three") == [0, 1, 2]
     assert model.get_num_tokens("one two") == 2
@@ -240,7 +240,7 @@ def test_tokens_are_counted_as_one_wishes(tiny: EnsembleEngine) -> None:
         ({"n": 2}, "several times"),
     ],
 )
-def test_an_option_of_another_model_gets_an_answer_that_helps(
+def test_an_unsupported_option_gets_a_helpful_error(
     tiny: EnsembleEngine, option: dict[str, Any], reported: str
 ) -> None:
     with pytest.raises(errors.ConfigError, match=reported):
@@ -249,11 +249,11 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
         ChatSpecFuse(engine=tiny).invoke(QUESTION, **option)
 
 
-def test_n_may_be_one(tiny: EnsembleEngine) -> None:
+def test_n_can_be_one(tiny: EnsembleEngine) -> None:
     assert ChatSpecFuse(engine=tiny, max_tokens=4, n=1).invoke(QUESTION, n=1).text
 
 
-def test_errors_of_the_constructor_are_langchain_s_too() -> None:
+def test_errors_of_the_constructor_have_langchains_types() -> None:
     for settings in ({}, {"members": "demo", "max_token": 3}, {"members": ["a/b"], "temperature": -1}):
         with pytest.raises(errors.ConfigError):
             ChatSpecFuse(**settings)
@@ -263,7 +263,7 @@ def test_errors_of_the_constructor_are_langchain_s_too() -> None:
 
 
 @pytest.mark.parametrize(("model", "names"), [("Qwen/Qwen3-8B", ["Qwen3-8B"]), (["a/b", "c/d"], ["b", "d"])])
-def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, names: list[str]) -> None:
+def test_the_argument_model_names_a_member(model: Any, names: list[str]) -> None:
     assert ChatSpecFuse(model=model)._ensemble().names == tuple(names)
     assert (
         ChatSpecFuse(model_name=model)._ensemble()
@@ -281,7 +281,7 @@ def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, name
         (lambda: ChatSpecFuse(engine="demo"), r"engine must be an EnsembleEngine, not str"),
     ],
 )
-def test_a_newcomers_mistake_is_answered_with_the_right_call(settings: Any, reported: str) -> None:
+def test_a_common_mistake_gets_an_error_with_the_right_call(settings: Any, reported: str) -> None:
     with pytest.raises(errors.ConfigError, match=reported):
         settings()
 
@@ -313,9 +313,9 @@ def test_a_model_always_has_a_name(tiny: EnsembleEngine, tmp_path: Path) -> None
             assert (each.model_name, each.model) == (name, name)
             assert "gpt-4" not in str(each.model_name)
     copied = ChatSpecFuse(members=["no/one"]).model_copy(update={"members": ["no/two"]})
-    assert copied.model_name == "two", "the copy of a model that was given no name has its own"
+    assert copied.model_name == "two", "the copy of an unnamed model has a separate one"
     dumped = ChatSpecFuse(base_url="http://127.0.0.1:9").model_dump(exclude_defaults=True)
-    assert "model_name" not in dumped, "none was chosen"
+    assert "model_name" not in dumped, "no draft was chosen"
     with serving({"tiny": tiny}) as client:
         remote = ChatSpecFuse(base_url=str(client.base_url)).load()
         assert (remote.model_name, remote.model) == ("tiny", "tiny")

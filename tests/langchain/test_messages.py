@@ -93,17 +93,17 @@ def test_a_refusal_is_text_of_the_assistant() -> None:
         ({}, "[a text file: empty]"),
     ],
 )
-def test_a_plain_file_is_read_or_named(block: dict[str, str], text: str) -> None:
+def test_a_text_file_is_included_or_named(block: dict[str, str], text: str) -> None:
     [message] = to_messages([HumanMessage([{"type": "text-plain", **block}])])
     assert message.content == text
 
 
-def test_a_plain_file_that_is_no_text_is_refused() -> None:
+def test_a_binary_file_is_refused() -> None:
     with pytest.raises(RequestError, match="no text in UTF-8"):
         to_messages([HumanMessage([{"type": "text-plain", "base64": "/w=="}])])
 
 
-def test_an_answer_to_a_call_that_could_not_be_read_gets_its_name_too() -> None:
+def test_the_result_of_an_invalid_call_gets_the_calls_name() -> None:
     broken = {"name": "add", "args": "{", "id": "1", "error": None, "type": "invalid_tool_call"}
     _, answered = to_messages([AIMessage("", invalid_tool_calls=[broken]), ToolMessage("no JSON", tool_call_id="1")])
     assert answered.name == "add"
@@ -116,7 +116,7 @@ def test_content_that_is_not_text_is_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("message", [ChatMessage(content="x", role="narrator"), RemoveMessage(id="1")])
-def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
+def test_a_message_without_a_role_is_refused(message: BaseMessage) -> None:
     with pytest.raises(RequestError, match="no turn of a conversation"):
         to_messages([message])
 
@@ -137,7 +137,7 @@ def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
         ({"type": "search_result", "title": "A", "content": [{"type": "text", "text": "b"}]}, "A\nb"),
     ],
 )
-def test_a_tools_result_is_read_or_named(block: dict[str, Any], text: str) -> None:
+def test_files_in_a_tools_result_are_included_or_named(block: dict[str, Any], text: str) -> None:
     call = AIMessage("", tool_calls=[tool_call(name="look", args={}, id="c1")])
     [_, result] = to_messages([call, ToolMessage([block], tool_call_id="c1")])
     assert (result.role, result.content, result.name) == ("tool", text, "look")

@@ -1,4 +1,4 @@
-"""Without its framework the adapter says in one line what to install."""
+"""Without its framework, the adapter's error names the extra to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in the style of LangChain's and LangGraph's tutorials, over the demo ensemble: only the model is ours."""
+"""Programs in the style of LangChain's and LangGraph's tutorials, with the demo ensemble as the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llm(demo_engine: EnsembleEngine) -> ChatSpecFuse:
 
 
 class WordCounts(Embeddings):
-    """Texts that share words are near each other."""
+    """Embeddings in which texts with common words are similar."""
 
     words = ("observatory", "opens", "evening", "tickets", "cost", "euros", "bus", "station", "leaves")
 
@@ -87,33 +87,33 @@ class Query(TypedDict):
     query: Annotated[str, ..., "One SQLite query."]
 
 
-class Asked(TypedDict):
+class QueryState(TypedDict):
     question: str
     query: str
     result: str
     answer: str
 
 
-def test_questions_to_a_database_wait_for_a_person(llm: ChatSpecFuse) -> None:
+def test_database_queries_wait_for_approval(llm: ChatSpecFuse) -> None:
     database = sqlite3.connect(":memory:", check_same_thread=False)
     database.executescript("CREATE TABLE guests (name TEXT, nights INT); INSERT INTO guests VALUES ('Ada', 3);")
     tables = database.execute("SELECT sql FROM sqlite_master").fetchall()
 
-    def write_query(state: Asked) -> dict[str, Any]:
+    def write_query(state: QueryState) -> dict[str, Any]:
         prompt = f"Tables: {tables[0][0]}\nWrite a query, such as SELECT name FROM guests, for: {state['question']}"
         return dict(llm.with_structured_output(Query).invoke(prompt, max_tokens=32))
 
-    def execute(state: Asked) -> dict[str, Any]:
+    def execute(state: QueryState) -> dict[str, Any]:
         query = interrupt({"run this?": state["query"]})
         try:
             return {"result": str(database.execute(query).fetchall())}
         except sqlite3.Error as error:
             return {"result": f"Error: {error}"}
 
-    def answer(state: Asked) -> dict[str, Any]:
+    def answer(state: QueryState) -> dict[str, Any]:
         return {"answer": llm.invoke(f"Question: {state['question']}\nResult: {state['result']}\nAnswer briefly.").text}
 
-    graph = StateGraph(Asked).add_sequence([write_query, execute, answer]).add_edge(START, "write_query")
+    graph = StateGraph(QueryState).add_sequence([write_query, execute, answer]).add_edge(START, "write_query")
     app = graph.compile(checkpointer=InMemorySaver())
     config: Any = {"configurable": {"thread_id": "1"}}
     stopped = app.invoke({"question": "Who are the guests?"}, config)
@@ -213,7 +213,7 @@ class One(TypedDict):
     text: str
 
 
-async def test_summaries_are_mapped_at_once_and_reduced(llm: ChatSpecFuse) -> None:
+async def test_summaries_are_mapped_concurrently_and_reduced(llm: ChatSpecFuse) -> None:
     texts = ["The sea is wide and blue.", "Bread rises because of yeast.", "Bees dance to show the way."]
 
     async def summarise(state: One) -> dict[str, Any]:

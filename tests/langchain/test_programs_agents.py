@@ -1,7 +1,7 @@
-"""Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces.
+"""Agents from the ends of tutorials, with the demo: hand-offs, human approval, middlewares, fallbacks, traces.
 
-The members decide words and arguments. Whether a call is made is forced here, since models this small may call again
-an earlier one; each test asserts how LangChain's machinery handled our messages.
+The members decide words and arguments. Calls are forced here, since models this small may repeat an earlier call. Each
+test asserts how LangChain handled our messages.
 """
 
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def test_an_agent_hands_over_with_a_tool(llm: ChatSpecFuse) -> None:
 # ── people, values, plans ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_person_agrees_and_the_agent_continues_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
+def test_an_approved_agent_continues_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
     RUN.clear()
     ask = HumanInTheLoopMiddleware(interrupt_on={"opening_hours": True})
     agent = create_agent(
@@ -167,7 +167,7 @@ def test_a_person_agrees_and_the_agent_continues_to_a_value_of_its_schema(llm: C
 
 
 @pytest.mark.parametrize("strategy", [ProviderStrategy, ToolStrategy])
-def test_an_agent_without_tools_gives_the_value(llm: ChatSpecFuse, strategy: Callable[[type], Any]) -> None:
+def test_an_agent_without_tools_returns_the_value(llm: ChatSpecFuse, strategy: Callable[[type], Any]) -> None:
     agent = create_agent(llm, [], response_format=strategy(Verdict))
     state = agent.invoke({"messages": [("user", "The observatory is open now. Is it open?")]})
     answer = next(message for message in state["messages"] if isinstance(message, AIMessage))
@@ -176,7 +176,7 @@ def test_an_agent_without_tools_gives_the_value(llm: ChatSpecFuse, strategy: Cal
     assert [call["name"] for call in answer.tool_calls] == (["Verdict"] if strategy is ToolStrategy else [])
 
 
-def test_a_class_alone_is_the_strategy_that_a_grammar_can_hold(llm: ChatSpecFuse) -> None:
+def test_a_class_alone_selects_the_strategy_with_a_grammar(llm: ChatSpecFuse) -> None:
     state = create_agent(llm, [], response_format=Verdict).invoke({"messages": [("user", "Is it open? Yes.")]})
     assert kinds(state) == ["human", "ai"]
     assert isinstance(state["structured_response"], Verdict)
@@ -212,9 +212,7 @@ def test_a_sub_agent_is_a_tool_of_another_one(llm: ChatSpecFuse) -> None:
 # ── middlewares around a model ───────────────────────────────────────────────────────────────────
 
 
-def test_fields_that_are_configured_fall_back_retry_and_are_cached(
-    llm: ChatSpecFuse, demo_engine: EnsembleEngine
-) -> None:
+def test_configurable_models_fall_back_retry_and_are_cached(llm: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=demo_engine, max_tokens=8, cache=InMemoryCache())
     chosen = model.configurable_fields(timeout=ConfigurableField(id="seconds"))
     hurry: Any = {"configurable": {"seconds": 1e-4}}
@@ -275,7 +273,7 @@ class Grade(BaseModel):
     relevant: bool
 
 
-def test_retrieval_that_an_agent_asks_for(llm: ChatSpecFuse) -> None:
+def test_an_agent_retrieves_documents_grades_them_and_answers(llm: ChatSpecFuse) -> None:
     """LangGraph's tutorial: ask for documents, grade them, ask in other words or answer."""
 
     @tool

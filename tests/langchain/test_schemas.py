@@ -1,4 +1,4 @@
-"""Schemas of every form reach the engine unchanged, and the values have the types that they ask for."""
+"""Schemas of every form reach the engine unchanged, and values have the types of the schema."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UNBOUNDED = {"type": "object", "title": "U", "properties": {"a": {"type": "array
 
 
 @pytest.mark.parametrize("schema", [ARRAY, MAP, ENUM, UNTITLED, Node.model_json_schema()])
-def test_a_schema_as_a_dictionary_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_a_schema_as_a_dictionary_is_unchanged(schema: dict[str, Any]) -> None:
     assert json_schema_of(schema) == schema
     assert to_schema(schema) == (schema, False)
 
@@ -120,18 +120,18 @@ def test_values_fit_a_class_that_is_a_list(chat: ChatSpecFuse) -> None:
     assert type(chat.with_structured_output(Steps).invoke("Write.", max_tokens=60)) is Steps
 
 
-def test_an_untitled_schema_may_be_called(chat: ChatSpecFuse) -> None:
+def test_an_untitled_schema_can_be_called(chat: ChatSpecFuse) -> None:
     value = chat.with_structured_output(UNTITLED, method="function_calling").invoke("Write.", max_tokens=120)
     validate(value, UNTITLED)
     assert schema_tool(UNTITLED).name == "output"
 
 
-def test_a_list_cannot_be_called_and_the_error_says_so(chat: ChatSpecFuse) -> None:
+def test_a_list_cannot_be_called_and_the_error_names_the_reason(chat: ChatSpecFuse) -> None:
     with pytest.raises(ModelInvalidRequestError, match="'Digits' must be the JSON schema of an object"):
         chat.with_structured_output(ARRAY, method="function_calling")
 
 
-def test_json_mode_goes_without_a_schema(chat: ChatSpecFuse) -> None:
+def test_json_mode_needs_no_schema(chat: ChatSpecFuse) -> None:
     for schema in (None, {"type": "object"}):
         # members of random weights continue the first key until max_tokens; the demo's do not (tests/api_server)
         with pytest.raises(UnfinishedValueError) as error:
@@ -152,7 +152,7 @@ def test_json_mode_goes_without_a_schema(chat: ChatSpecFuse) -> None:
         (Grammar.lark('start: "<" /[a-z]{2}/ ">"'), "<[a-z]{2}>"),
     ],
 )
-def test_a_grammar_in_a_call_holds_the_answer(chat: ChatSpecFuse, grammar: Grammar, pattern: str) -> None:
+def test_a_grammar_in_a_call_constrains_the_answer(chat: ChatSpecFuse, grammar: Grammar, pattern: str) -> None:
     assert re.fullmatch(pattern, chat.invoke("Write.", grammar=grammar).text)
     assert re.fullmatch(pattern, "".join(c.text for c in chat.bind(grammar=grammar).stream("Write.")))
 
@@ -221,7 +221,7 @@ def test_a_tool_needs_an_object(chat: ChatSpecFuse) -> None:
         chat.bind_tools([ENUM | {"type": "string"}])
 
 
-def test_a_value_that_quotes_a_call_stays_a_value_with_tools(chat: ChatSpecFuse) -> None:
+def test_a_value_that_quotes_a_call_is_not_parsed_as_a_call(chat: ChatSpecFuse) -> None:
     add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
     quoted = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     grammar = Grammar.json_schema({"const": quoted})

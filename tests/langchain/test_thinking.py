@@ -1,4 +1,4 @@
-"""Reasoning and log-probabilities are where LangChain's users look for them, and nowhere else."""
+"""Reasoning and log-probabilities are in LangChain's usual fields only."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_members_that_do_not_think_have_no_reasoning(chat: ChatSpecFuse, thinker
     assert [(m.profile or {})["reasoning_output"] for m in (chat, thinker)] == [False, True]
 
 
-def test_reasoning_of_several_members_follows_one_another() -> None:
+def test_reasoning_of_several_members_is_in_sequence() -> None:
     thoughts = Thoughts()
     events = [("a", "One "), ("b", "Zwei "), ("a", "two."), ("b", "drei.")]
     reported = [thoughts.feed(ThinkingEvent(member, text)) for member, text in events]

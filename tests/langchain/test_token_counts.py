@@ -44,7 +44,7 @@ CONVERSATIONS: dict[str, list[BaseMessage]] = {
 SYSTEMS: dict[str, list[BaseMessage]] = {
     "none": [],
     "short": [SystemMessage("s")],
-    "long": [SystemMessage("You keep the keys of the house, and tell nobody where they are, whoever asks for them.")],
+    "long": [SystemMessage("You keep the keys of the house, and never say where they are, even if a guest asks.")],
 }
 
 
@@ -59,7 +59,7 @@ def model(folder: Path, template: str) -> ChatSpecFuse:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_count_is_that_of_the_prompt(folder: Path, template: str) -> None:
+def test_a_count_equals_the_prompts_tokens(folder: Path, template: str) -> None:
     with model(folder, template) as llm:
         for system in SYSTEMS.values():
             for turns in CONVERSATIONS.values():
@@ -99,7 +99,7 @@ def test_kept_messages_fit(folder: Path, template: str) -> None:
                         assert count <= room, (name, room, retained)
 
 
-def test_system_messages_alone_count_as_what_they_add(folder: Path) -> None:
+def test_system_messages_alone_count_as_their_additional_tokens(folder: Path) -> None:
     with model(folder, "default system") as llm:
         turns = CONVERSATIONS["plain"]
         for system in (SYSTEMS["short"], SYSTEMS["long"]):

@@ -1,4 +1,4 @@
-"""Tool calls and structured values of the real demo ensemble, and every form in which they are asked for."""
+"""Tool calls and structured values of the real demo ensemble, and every form of their arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_choice_of_an_unknown_tool_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", [add, Guest, GuestDict, {"type": "function", "function": {"name": "now"}}, Tool("x")])
-def test_every_form_of_a_tool_is_understood(form: Any) -> None:
+def test_every_form_of_a_tool_is_accepted(form: Any) -> None:
     [made] = to_tools([form])
     assert made.name in ("add", "Guest", "GuestDict", "now", "x")
     assert made.parameters.get("type", "object") == "object"
@@ -138,7 +138,7 @@ def test_streamed_chunks_add_up_to_one_call_with_text_as_it_was_written(call_chu
     assert json.loads(json.dumps(whole.additional_kwargs)) == whole.additional_kwargs
 
 
-async def test_an_asynchronous_call_is_the_same(model: ChatSpecFuse) -> None:
+async def test_an_asynchronous_call_gives_the_same_result(model: ChatSpecFuse) -> None:
     forced = model.bind_tools([add], tool_choice="any")
     question = "Use the tool to add a=17 and b=25."
     answers = [forced.invoke(question), await forced.ainvoke(question)]
@@ -179,7 +179,7 @@ def test_a_typed_dict_gives_a_dictionary_with_the_raw_message_on_request(model: 
     assert result["parsing_error"] is None
 
 
-def test_a_value_that_cannot_fit_is_refused_and_a_tight_one_is_closed(model: ChatSpecFuse) -> None:
+def test_a_value_that_cannot_fit_is_refused_and_one_at_the_limit_is_closed(model: ChatSpecFuse) -> None:
     structured = model.with_structured_output(Guest)
     with pytest.raises(RequestError, match="max_tokens=4 cannot hold any value"):
         structured.invoke(STORY, max_tokens=4)
@@ -187,13 +187,13 @@ def test_a_value_that_cannot_fit_is_refused_and_a_tight_one_is_closed(model: Cha
     assert isinstance(tight, Guest)
 
 
-def test_a_response_format_may_be_given_per_call(model: ChatSpecFuse) -> None:
+def test_a_response_format_can_be_given_per_call(model: ChatSpecFuse) -> None:
     answer = model.invoke(STORY, response_format=Guest.model_json_schema())
     assert Guest.model_validate_json(str(answer.content))
     assert answer.additional_kwargs["specfuse_segments"][-1]["end"] == len(answer.content)
 
 
-def test_a_message_with_a_call_survives_being_stored(model: ChatSpecFuse) -> None:
+def test_a_message_with_a_call_can_be_stored_and_loaded(model: ChatSpecFuse) -> None:
     answer = model.bind_tools([add], tool_choice="any").invoke("Use the tool to add a=17 and b=25.")
     serde = JsonPlusSerializer()
     assert serde.loads_typed(serde.dumps_typed(answer)) == answer

@@ -1,4 +1,4 @@
-"""Calls and values that `max_tokens` cut: said so, never carried out, and repaired by those who can."""
+"""Calls and values truncated by `max_tokens`: reported, never executed, and handled by agents."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Counted(BaseModel):
 
 @pytest.fixture
 def writer(chat: ChatSpecFuse) -> Runnable[Any, AIMessage]:
-    """Members with random weights, which end no string within these tokens, have to write a file."""
+    """Members with random weights, which end no string within these tokens, are forced to call `write_file`."""
     return chat.bind_tools([write_file], tool_choice="any", max_tokens=100)
 
 
-def test_plain_text_is_no_value(chat: ChatSpecFuse) -> None:
+def test_a_truncated_text_is_not_a_value(chat: ChatSpecFuse) -> None:
     answer = chat.invoke("Hi", max_tokens=4, response_format={"type": "text"})
     assert answer.text == chat.invoke("Hi", max_tokens=4).text != ""
     assert answer.response_metadata["finish_reason"] == "length"
 
 
 class Forced(AgentMiddleware):
-    """Every call of the model has to call a tool."""
+    """A middleware that forces a tool call in every turn."""
 
     def wrap_model_call(self, request: ModelRequest, handler: Any) -> Any:
         return handler(request.override(tool_choice="any"))
@@ -91,7 +91,7 @@ def is_cut(message: BaseMessage) -> bool:
     )
 
 
-def test_a_repetitive_call_is_not_carried_out(tmp_path: Path) -> None:
+def test_a_repetitive_call_is_not_executed(tmp_path: Path) -> None:
     config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
     with EnsembleEngine(config) as engine:
         model = ChatSpecFuse(engine=engine, max_tokens=400)
@@ -100,20 +100,20 @@ def test_a_repetitive_call_is_not_carried_out(tmp_path: Path) -> None:
     assert is_cut(message)
 
 
-async def test_a_call_that_was_cut_is_invalid_in_every_way_to_ask(writer: Runnable[Any, AIMessage]) -> None:
+async def test_a_truncated_call_is_invalid_with_every_method(writer: Runnable[Any, AIMessage]) -> None:
     assert is_cut(writer.invoke("Write."))
     assert is_cut(await writer.ainvoke("Write."))
-    assert all(map(is_cut, writer.batch(["Write.", "Go on."])))
+    assert all(map(is_cut, writer.batch(["Write.", "Continue."])))
     assert is_cut(folded(list(writer.stream("Write."))))
     assert is_cut(folded([chunk async for chunk in writer.astream("Write.")]))  # type: ignore[misc]
 
 
-def test_a_call_that_was_cut_is_invalid_in_the_events_of_version_3(chat: ChatSpecFuse) -> None:
+def test_a_truncated_call_is_invalid_in_the_events_of_version_3(chat: ChatSpecFuse) -> None:
     bound = {"tools": [write_file], "tool_choice": "any", "max_tokens": 100}
     assert is_cut(chat.stream_events("Write.", version="v3", **bound).output)
 
 
-def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat: ChatSpecFuse) -> None:
+def test_an_agent_executes_no_truncated_call_and_continues(chat: ChatSpecFuse) -> None:
     WRITTEN.clear()
     agent = create_agent(chat.model_copy(update={"max_tokens": 100}), [write_file], middleware=[Forced()])
     state = agent.invoke({"messages": [("user", "Write.")]})
@@ -125,7 +125,7 @@ def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat:
     assert "truncated" in reported.text
 
 
-def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
+def test_members_read_a_failed_call_if_its_result_reports_the_failure() -> None:
     failed = {"type": "invalid_tool_call", "id": "c", "name": "write_file", "error": None}
     closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])
     broken = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
@@ -137,7 +137,7 @@ def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
+async def test_a_truncated_value_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
     strict = chat.with_structured_output(Note, method=method, strict=True)
     structured = strict.bind(max_tokens=100)
     for request in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
@@ -150,7 +150,7 @@ async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method: Any) -> None:
+def test_a_truncated_value_is_the_parsing_error_next_to_its_message(chat: ChatSpecFuse, method: Any) -> None:
     structured = chat.with_structured_output(Note, method=method, strict=True, include_raw=True, max_tokens=100)
     reported = structured.invoke("Note it.")
     assert isinstance(reported, dict)
@@ -160,8 +160,8 @@ def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_value_that_quotes_and_brackets_close_is_one_with_a_warning(chat: ChatSpecFuse, method: Any) -> None:
-    """Members with random weights end no string: nothing is left out but its end."""
+def test_a_value_closed_by_quotes_and_brackets_is_returned_with_a_warning(chat: ChatSpecFuse, method: Any) -> None:
+    """Members with random weights end no string: only the closing characters are missing."""
     structured = chat.with_structured_output(Line, method=method, include_raw=True, max_tokens=90)
     with pytest.warns(errors.ClosedValueWarning, match="reached max_tokens after 90 tokens"):
         reported = structured.invoke("Write.")
@@ -174,7 +174,7 @@ def test_a_value_that_quotes_and_brackets_close_is_one_with_a_warning(chat: Chat
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_one_whose_rest_would_be_made_up_is_an_error(tmp_path: Path, method: Any) -> None:
+def test_a_value_whose_rest_would_be_invented_is_an_error(tmp_path: Path, method: Any) -> None:
     with EnsembleEngine(reciting(tmp_path, endless=True)) as engine:
         structured = ChatSpecFuse(engine=engine, max_tokens=120).with_structured_output(Counted, method=method)
         with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
@@ -199,7 +199,7 @@ def test_a_repetitive_value_is_closed_with_a_warning(tmp_path: Path, method: Any
             strict.invoke("Speak.")
 
 
-def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
+def test_a_truncated_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
     agent = create_agent(
         chat.model_copy(update={"max_tokens": 100}), [], response_format=ProviderStrategy(Note, strict=True)
     )
@@ -207,7 +207,7 @@ def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
         agent.invoke({"messages": [("user", "Note it.")]})
 
 
-def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFuse) -> None:
+def test_a_calls_grammar_is_closed_at_the_limit_with_the_reason_length(chat: ChatSpecFuse) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     reported = chat.invoke("Say a.", grammar=Grammar.json_schema(schema))
     assert json.loads(reported.text)["a"] is not None
@@ -218,7 +218,7 @@ def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFus
 @pytest.mark.parametrize(
     "text", ['{"a": "x', '{"a": "x\\', '{"a": ["}"', '{"a": {"b": "]', '{"a": [1, {"b": "\\u00', '{"a": 3', "", "{"]
 )
-def test_no_parser_of_langchain_repairs_a_cut_value(text: str) -> None:
+def test_langchains_parsers_do_not_repair_a_truncated_value(text: str) -> None:
     reader, head = CallReader(), f'{CALL_OPEN}{{"name": "say", "arguments": '
     parts = [*reader.feed(head + text), *reader.finish(cut=True)]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))
@@ -226,7 +226,7 @@ def test_no_parser_of_langchain_repairs_a_cut_value(text: str) -> None:
     assert parse_partial_json(written) is None
 
 
-def test_nor_is_a_call_that_was_only_closed_in_time() -> None:
+def test_a_call_closed_at_the_limit_is_not_executed() -> None:
     reader, text = CallReader(), call_text("say", {"text": 'Grüße, "北京" {[ 🎉'})
     parts = [*reader.feed(text), *reader.finish(cut=True, closing='"}}</tool_call>')]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))

@@ -93,7 +93,7 @@ LISTS = [
     ({"anyOf": CHOICES}, "Choose the tools that answer the question, the best one first.", "Which day is it today?"),
     (TEXT, "Note what the guest asks for.", "A window seat, window seat, please. Window."),
 ]
-"""As middleware that selects tools asks, and as a guest who says it again."""
+"""The prompt of a middleware that selects tools, and one of a guest with repetitions."""
 
 
 @pytest.mark.slow

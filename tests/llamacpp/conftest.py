@@ -13,7 +13,7 @@ from tests.support.llamacpp import FILES, member_config
 from tests.support.tiny_gguf import write_gguf
 
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
-"""Its tests need the extra "llamacpp"."""
+"""The tests of llama.cpp need the extra "llamacpp"."""
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llama_engine(files: Mapping[str, Path], cache_dir: str) -> Iterator[EnsembleEngine]:
-    """Two members of different make on llama.cpp."""
+    """Two members of different families on llama.cpp."""
     pytest.importorskip("llama_cpp")
     members = [member_config(files["llama"]), member_config(files["spoken"])]
     with EnsembleEngine(EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, cache_dir=cache_dir)) as e:

@@ -24,7 +24,7 @@ PAIRS = [("llama", "spoken"), ("qwen2", "window"), ("llama", "recurrent"), ("spo
 
 
 class NaiveLlama(NaiveMember):
-    """Every token and score from a whole text that a fresh context reads."""
+    """Computes every token and score by reading the whole text with an empty context."""
 
     @cached_property
     def context(self) -> Any:
@@ -45,7 +45,7 @@ def ensemble(files: Mapping[str, Path], names: tuple[str, ...], cache_dir: str, 
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_rounds_equal_the_naive_ones(files: Mapping[str, Path], cache_dir: str, names: tuple[str, ...]) -> None:
+def test_rounds_equal_the_naive_rounds(files: Mapping[str, Path], cache_dir: str, names: tuple[str, ...]) -> None:
     config = ensemble(files, names, cache_dir)
     with EnsembleEngine(config) as engine:
         members = members_of(engine)
@@ -55,7 +55,7 @@ def test_rounds_equal_the_naive_ones(files: Mapping[str, Path], cache_dir: str, 
                 assert_equals_naive(speculative, members, QUESTION, params, 8, 1e-4, NaiveLlama)
 
 
-def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_ones(
+def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_rounds(
     files: Mapping[str, Path], cache_dir: str
 ) -> None:
     config = ensemble(
@@ -69,7 +69,7 @@ def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_ones(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_logprobs_equal_those_of_transformers(files: Mapping[str, Path], cache_dir: str, name: str) -> None:
+def test_logprobs_equal_transformers_logprobs(files: Mapping[str, Path], cache_dir: str, name: str) -> None:
     here, there = member_config(files[name]), member_config(files[name], "transformers")
     with EnsembleEngine(EnsembleConfig([here, there], cache_dir=cache_dir)) as engine:
         first, second = members_of(engine)
@@ -87,7 +87,7 @@ def test_logprobs_equal_those_of_transformers(files: Mapping[str, Path], cache_d
         assert float(off.max()) < (2e-3 if name == "window" else 1e-3)  # see TOLERANCE
 
 
-def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine: EnsembleEngine) -> None:
+def test_the_cache_contains_prompt_and_answer_and_no_token_is_fed_twice(llama_engine: EnsembleEngine) -> None:
     members = members_of(llama_engine)
     for speculation in ("auto", "off"):
         config = replace(llama_engine.config, speculation=speculation)
@@ -106,7 +106,7 @@ def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine
         assert all(member.cache_use().cache_bytes == 0 for member in members)
 
 
-def test_company_and_prefixes_change_no_answer(llama_engine: EnsembleEngine) -> None:
+def test_concurrent_answers_and_cached_prefixes_change_no_answer(llama_engine: EnsembleEngine) -> None:
     requests = [
         ("How do the tides follow the moon?", SamplingParams(max_tokens=30)),
         ("北京? Name 3 ships, ça va 🎉", SamplingParams(max_tokens=25, temperature=0.9, seed=4)),
@@ -125,7 +125,7 @@ def test_company_and_prefixes_change_no_answer(llama_engine: EnsembleEngine) -> 
     assert alone[3].logprobs
 
 
-def test_a_lone_member_decodes_as_the_library_does(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_a_single_member_decodes_as_the_library_does(files: Mapping[str, Path], cache_dir: str) -> None:
     for name in FILES:
         with EnsembleEngine([member_config(files[name])], cache_dir=cache_dir) as engine:
             [member] = members_of(engine)

@@ -43,7 +43,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Iterator
 
 
 class TestStandardSuite(Supported, ChatModelIntegrationTests):
-    """Tests that need no sense in the answers of random members; forced calls and values follow below."""
+    """The standard tests that random answers can pass; forced calls and values are tested below."""
 
     has_tool_calling = has_structured_output = supports_json_mode = False
     supports_model_override = False
@@ -90,7 +90,7 @@ async def test_llamaindex_has_the_engines_answers(engine: EnsembleEngine) -> Non
     assert "".join(engine_of.query("When?").response_gen)
 
 
-def test_values_are_of_their_schema(engine: EnsembleEngine) -> None:
+def test_values_fit_their_schema(engine: EnsembleEngine) -> None:
     chat = ChatSpecFuse(engine=engine, max_tokens=200)
     result = chat.with_structured_output(Tide).invoke(QUESTION)
     assert isinstance(result, Tide)
@@ -101,7 +101,7 @@ def test_values_are_of_their_schema(engine: EnsembleEngine) -> None:
     )
 
 
-def test_a_forced_call_is_made_and_its_result_goes_into_the_next_answer(engine: EnsembleEngine) -> None:
+def test_a_forced_call_is_made_and_its_result_is_in_the_next_prompt(engine: EnsembleEngine) -> None:
     chat = ChatSpecFuse(engine=engine, max_tokens=120)
     requests: list[BaseMessage] = [HumanMessage(QUESTION)]
     called = chat.bind_tools([tide], tool_choice="any").invoke(requests)

@@ -1,4 +1,4 @@
-"""Kernels for AMX are used where the build's run, and nowhere else."""
+"""AMX kernels are used only if they work in the installed build."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LlamaContext("repacked", library.LlamaModel("repacked", Path(sys.argv[1])), 300,
 """
 
 
-def test_a_folder_without_the_library_has_none(tmp_path: Path) -> None:
+def test_a_folder_without_the_library_has_no_kernels(tmp_path: Path) -> None:
     from specfuse_shared.members.llamacpp.library import amx_runs
 
     assert not amx_runs(tmp_path)
 
 
 @pytest.mark.slow
-def test_they_are_taken_exactly_where_a_quantised_file_survives_them() -> None:
-    """GCC 12.2's build of llama.cpp 0.5.0 does not, on a processor with AMX; without AMX there are none."""
+def test_the_kernels_are_used_exactly_if_a_quantised_file_runs_on_them() -> None:
+    """They fail in GCC 12.2's build of llama.cpp 0.5.0 on a processor with AMX; without AMX there are none."""
     from specfuse_shared.members.llamacpp.library import amx_runs, library, may_repack
 
     lib = library()

@@ -1,4 +1,4 @@
-"""Members on llama.cpp in an engine: settings, what runs where and why, errors by name, cancellation, memory."""
+"""Members on llama.cpp in an engine: settings, the choice of backend, named errors, cancellation, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_auto_chooses_the_backend_for_the_file(files: Mapping[str, Path], tmp_pa
     assert (on_card.name, on_card.reason[:46]) == ("transformers", "its build here computes on the processor alone")
 
 
-def test_an_accelerator_that_the_build_cannot_use_goes_to_transformers(
+def test_a_member_on_an_accelerator_without_a_build_of_llama_cpp_runs_on_transformers(
     files: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
@@ -99,7 +99,7 @@ def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         ({"server": "http://127.0.0.1:1", "threads": 2}, "threads is decided by the server"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_incompatible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MemberConfig("model.gguf", **settings)
 
@@ -107,7 +107,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_settings_do_what_they_say(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_settings_take_effect(files: Mapping[str, Path], cache_dir: str) -> None:
     file = files["llama"]
     settings: dict[str, Any] = {"cache_tokens": 700, "cache_type": "f16", "threads": 2, "max_context": 300}
     with EnsembleEngine([member_config(file, **settings)], cache_dir=cache_dir) as engine:
@@ -122,7 +122,7 @@ def test_settings_do_what_they_say(files: Mapping[str, Path], cache_dir: str) ->
         assert "2,048 tokens in f32" in engine.describe()[0].attention  # four answers of its 512 tokens
 
 
-def test_the_plan_counts_the_file_as_it_is(files: Mapping[str, Path]) -> None:
+def test_the_plan_counts_the_files_bytes(files: Mapping[str, Path]) -> None:
     file = files["llama"]
     config = EnsembleConfig([member_config(file, cache_tokens=1000, cache_type="f16")])
     [result] = plan_ensemble(config).assignments
@@ -131,7 +131,7 @@ def test_the_plan_counts_the_file_as_it_is(files: Mapping[str, Path]) -> None:
     assert result.number_format == "float32"
 
 
-def test_a_lora_in_gguf_form_changes_the_answer(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
+def test_a_gguf_lora_changes_the_answer(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
     import gguf
     import numpy as np
 
@@ -206,7 +206,7 @@ def test_a_cancelled_answer_leaves_the_others_of_its_batch(llama_engine: Ensembl
     thread = threading.Thread(
         target=lambda: results.append(llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text)
     )
-    stream = llama_engine.stream("Go on for ever", SamplingParams(max_tokens=400, ignore_eos=True))
+    stream = llama_engine.stream("Never stop", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     thread.start()
     stream.close()  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def test_a_cancelled_answer_leaves_the_others_of_its_batch(llama_engine: Ensembl
     assert llama_engine.metrics().cache_bytes == 0
 
 
-def test_closing_gives_memory_back(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_closing_frees_memory(files: Mapping[str, Path], cache_dir: str) -> None:
     process, sizes = psutil.Process(), []
     for _ in range(4):
         with EnsembleEngine([member_config(files["qwen2"], cache_tokens=200_000)], cache_dir=cache_dir) as engine:
@@ -227,14 +227,14 @@ def test_closing_gives_memory_back(files: Mapping[str, Path], cache_dir: str) ->
             used_bytes = process.memory_info().rss
         gc.collect()
         sizes.append(process.memory_info().rss)
-    assert used_bytes - sizes[-1] > 100 * 2**20  # of its cache of 150 MB
+    assert used_bytes - sizes[-1] > 100 * 2**20  # the cache has 150 MB
     assert sizes[-1] - sizes[1] < 30 * 2**20
 
 
 # ── what members do in answers ───────────────────────────────────────────────────────────────────
 
 
-def test_forced_tool_calls_hold(llama_engine: EnsembleEngine) -> None:
+def test_forced_tool_calls_are_made(llama_engine: EnsembleEngine) -> None:
     tool = Tool("tide", "When the tide comes", {"type": "object", "properties": {"port": {"enum": ["Ryde", "Cowes"]}}})
     result = llama_engine.generate(QUESTION, SamplingParams(max_tokens=120), tools=[tool], tool_choice="any")
     assert '"tide"' in result.text

@@ -1,4 +1,4 @@
-"""Members on llama.cpp, on transformers and behind a server in one ensemble."""
+"""Members on llama.cpp, on transformers and on a server in one ensemble."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engines(files: Mapping[str, Path], folder: Path, cache_dir: str) -> Iterator
         yield mixed.load(), same.load()
 
 
-def test_each_member_is_where_it_was_put(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+def test_each_member_runs_in_its_configured_place(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
     places = {report.name: (report.backend, report.device) for report in engines[0].describe()}
     assert places["llama"] == ("llama.cpp", "cpu")
     assert places["spoken"] == ("transformers", "cpu")
@@ -64,7 +64,7 @@ def test_each_member_is_where_it_was_put(engines: tuple[EnsembleEngine, Ensemble
     ],
     ids=["greedy", "stop", "grammar"],
 )
-def test_all_three_answer_as_on_one_engine(
+def test_a_mixed_ensemble_answers_as_members_on_transformers_do(
     engines: tuple[EnsembleEngine, EnsembleEngine], params: SamplingParams
 ) -> None:
     mixed, same = engines
@@ -78,8 +78,8 @@ def test_all_three_answer_as_on_one_engine(
     assert all(usage.drafted for usage in last.result.usage.members.values())
 
 
-def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
-    """Different from one engine's draw: a server draws by itself."""
+def test_a_seed_makes_answers_repeatable(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+    """The answer differs from a local one, since the server uses its own random generator."""
     first, again, reseeded = (
         engines[0].generate(QUESTION, SamplingParams(max_tokens=30, temperature=0.9, seed=seed)) for seed in (5, 5, 6)
     )
@@ -87,7 +87,9 @@ def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, Ensem
     assert first.text != reseeded.text
 
 
-def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+def test_concurrent_answers_and_a_forced_call_equal_those_one_after_another(
+    engines: tuple[EnsembleEngine, EnsembleEngine],
+) -> None:
     mixed, same = engines
     requests = [QUESTION, "北京? Name 3 ships, ça va 🎉", "def f(x):"]
     params = SamplingParams(max_tokens=24)

@@ -27,7 +27,7 @@ def member(request: pytest.FixtureRequest, files: Mapping[str, Path], cache_dir:
 
 
 def some_branches(choose: random.Random, size: int, length: int) -> tuple[list[int], list[Branch]]:
-    """A draft, a part of it, and others that share its beginning, or leave the answer at an inner place."""
+    """A draft, a part of it, drafts with a common beginning, and branches inside the answer."""
     draft = [choose.randrange(10, size) for _ in range(6)]
     branches = [Branch(length, tuple(draft[: choose.randrange(1, 6)]))]
     for _ in range(3):

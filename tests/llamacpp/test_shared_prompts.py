@@ -1,4 +1,4 @@
-"""Prompts of many answers in one context of llama.cpp: read once, and kept when an answer stops half-way."""
+"""Prompts of many answers in one context of llama.cpp: read once, and cached after an answer stops in its prefill."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_exact(member: Any, context: Any) -> bool:
 
 
 @torch.inference_mode()
-def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
+def test_a_partly_read_prompt_stays_cached_when_its_answer_stops(member: Any) -> None:
     prompt = ids_of(member, 120, 1)
     stopped = member.new_sequence(False)
     stopped.begin(prompt)
@@ -70,8 +70,8 @@ def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_running_answer_shares_its_read_prompt(member: Any) -> None:
-    """Also piece by piece: a sequence that had begun to read takes over the tokens that another reads later."""
+def test_a_running_answer_shares_its_prompt(member: Any) -> None:
+    """This also works in pieces: a sequence shares tokens that another one reads after both began."""
     prompt = ids_of(member, 120, 1)
     first, second, third = (member.new_sequence(False) for _ in range(3))
     first.begin(prompt)
@@ -95,7 +95,7 @@ def test_a_running_answer_shares_its_read_prompt(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_nothing_of_an_answer_that_failed_is_lent_or_kept(member: Any) -> None:
+def test_the_cache_of_a_failed_answer_is_neither_shared_nor_kept(member: Any) -> None:
     prompt = ids_of(member, 80, 1)
     failed, healthy = member.new_sequence(False), member.new_sequence(False)
     failed.prefill(prompt)
@@ -109,7 +109,7 @@ def prompt_of(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
 
-def test_many_with_one_beginning_read_it_once_and_say_the_same(llama_engine: EnsembleEngine) -> None:
+def test_answers_with_a_common_prefix_read_it_once_and_are_unchanged(llama_engine: EnsembleEngine) -> None:
     texts = [f"What of {thing}?" for thing in ("tides", "moons", "rocks", "gulls")] * 2
     with EnsembleEngine(replace(llama_engine.config, reuse_prefixes=False)) as plain:
         expected = [plain.generate(prompt_of(text), PARAMS).text for text in texts]

@@ -21,7 +21,7 @@ def llm(demo_engine: EnsembleEngine) -> SpecFuseLLM:
 
 @pytest.fixture(scope="session")
 def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]:
-    """Two random models that load at once; their words mean nothing, and the form of their answers is tested."""
+    """Two random models that load quickly; tests check the form of their answers only."""
     shape, folder = {"max_position_embeddings": 4096}, tmp_path_factory.mktemp("tiny")
     chat = save_model("qwen3", byte_level_tokenizer(), folder / "chat", **shape)
     base = save_model("llama", metaspace_tokenizer(), folder / "base", seed=1, **shape)
@@ -49,7 +49,7 @@ def callbacks() -> Callbacks:
 
 @pytest.fixture
 def nothing_of_ours_fails(listener: Listener, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The test asks the LLM; every call ends, none with our error, also where LlamaIndex continues without it."""
+    """The test must call the LLM; no call may fail with our error, even if LlamaIndex would ignore it."""
     root, failures = get_dispatcher(), Failures()
     root.add_span_handler(failures)
     yield

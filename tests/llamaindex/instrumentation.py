@@ -21,11 +21,11 @@ from specfuse_shared.errors import SpecFuseError
 SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
 ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
 PACKAGES = ("llama_index", "llamaindex_specfuse", "specfuse_shared")
-"""Where an error of a call may come from; the innermost of their frames shows the origin."""
+"""Packages that can raise an error of a call; the innermost frame of them is its origin."""
 
 
 class Listener(BaseEventHandler):
-    """Everything that LlamaIndex's dispatcher says while a test runs."""
+    """Records all events of LlamaIndex's dispatcher while a test runs."""
 
     events: list[BaseEvent] = Field(default_factory=list)
 
@@ -41,12 +41,12 @@ class Listener(BaseEventHandler):
         return [name for name in names if name.startswith("LLM") and "InProgress" not in name]
 
     def prompts(self) -> list[str]:
-        """All that each chat put in front of the LLM."""
+        """The prompts of all chats."""
         return ["\n".join(map(str, event.messages)) for event in self.of("LLMChatStartEvent")]
 
 
 class Failures(NullSpanHandler):
-    """The exceptions with which calls ended, of anything that LlamaIndex watches."""
+    """Records the exceptions of all spans of LlamaIndex."""
 
     errors: list[BaseException | None] = Field(default_factory=list)
 
@@ -56,9 +56,9 @@ class Failures(NullSpanHandler):
 
 @contextmanager
 def readable_or_refused(listener: Listener, text: str) -> Iterator[None]:
-    """The LLM gets `text` and answers; LlamaIndex reads that, or its reading (with its own libraries) fails.
+    """The LLM gets `text` and answers; LlamaIndex parses the answer, or it or one of its libraries raises an error.
 
-    Which of the two is up to the members: `docs/llamaindex.md` says what such small ones often cannot write.
+    Both are allowed, since they depend on the members: `docs/llamaindex.md` lists what small ones often cannot write.
     """
     try:
         with answered(listener, text):
@@ -72,7 +72,7 @@ def readable_or_refused(listener: Listener, text: str) -> Iterator[None]:
 
 @contextmanager
 def answered(listener: Listener, text: str) -> Iterator[None]:
-    """At any end: the words were in a prompt, and every prompt has an answer of ours."""
+    """Assert that the words were in a prompt, and that every prompt has an answer."""
     try:
         yield
     finally:

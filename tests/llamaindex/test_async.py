@@ -18,7 +18,7 @@ from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleEngine
 
-LONG = [ChatMessage("Tell a long story about the sea.")]
+LONG = [ChatMessage("Write a long story about the sea.")]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def llm(llm: SpecFuseLLM) -> SpecFuseLLM:
 
 
 async def until_idle(engine: EnsembleEngine) -> int:
-    """Wait until nothing runs; how many rounds the engine has made by then."""
+    """Wait until no request runs, and return the number of rounds so far."""
     for _ in range(200):
         if not engine.metrics().running:
             return engine.metrics().rounds
@@ -82,7 +82,7 @@ async def test_a_stream_that_is_closed_early_stops_the_compute(llm: SpecFuseLLM,
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 async def test_cancelling_a_workflow_stops_the_compute(llm: SpecFuseLLM, demo_engine: EnsembleEngine) -> None:
     cancelled = demo_engine.metrics().requests["cancelled"]
-    handler = FunctionAgent(tools=[], llm=llm, system_prompt="You tell stories.").run(user_msg=str(LONG[0].content))
+    handler = FunctionAgent(tools=[], llm=llm, system_prompt="You write stories.").run(user_msg=str(LONG[0].content))
     async for event in handler.stream_events():
         if isinstance(event, AgentStream):
             break

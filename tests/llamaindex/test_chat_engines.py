@@ -1,4 +1,4 @@
-"""Chat engines over the real demo ensemble: three turns, and nothing but words in the prompts."""
+"""Chat engines over the real demo ensemble: three turns, with plain text in the prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.llamaindex.instrumentation import Listener
 
 QUESTIONS = ("When does it open?", "Who can come?", "What is sold there?")
 METADATA = ("specfuse", "usage", "prompt_tokens", "candidates", "scores", "gemma", "smollm", "None")
-"""Words that are in `raw` and in no honest prompt."""
+"""Words of `raw` that must not be in a prompt."""
 
 
 def chat_engine(mode: ChatMode, llm: SpecFuseLLM) -> BaseChatEngine:

@@ -16,7 +16,7 @@ QUESTION = "Continue: 🌊 大海\n🌊 大海\n🌊 大海\n🌊"
 
 @pytest.fixture(scope="module")
 def expected(llm: SpecFuseLLM, demo_engine: EnsembleEngine) -> str:
-    """The engine's own answer."""
+    """The engine's answer to the same prompt."""
     text = demo_engine.generate([Message("user", QUESTION)], llm._sampling({"max_tokens": 24})).text
     assert "大海" in text
     assert "🌊" in text
@@ -48,7 +48,7 @@ async def test_every_endpoint_gives_the_engine_s_answer(
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_settings_of_a_call_reach_every_endpoint_and_do_not_stay(endpoint: str, llm: SpecFuseLLM) -> None:
+async def test_settings_of_a_call_reach_every_endpoint_and_apply_once(endpoint: str, llm: SpecFuseLLM) -> None:
     before = llm.to_dict()
     *_, last = await ask(llm, endpoint, "Count to ten.", max_tokens=5, stop=["5"], temperature=0.5, seed=3)
     assert last.raw["usage"]["completion_tokens"] <= 5

@@ -63,5 +63,5 @@ def test_the_chat_engine_remembers() -> None:
 def test_the_extraction_fills_the_form() -> None:
     *_, last = printed("extraction_llamaindex.py").splitlines()
     form = json.loads(last)
-    assert isinstance(form.pop("room"), bool)  # the members are too small to know whether one is wanted
+    assert isinstance(form.pop("room"), bool)  # the members are too small to decide this
     assert form == {"adults": 2, "children": 1, "day": "Saturday", "arrival": "train"}

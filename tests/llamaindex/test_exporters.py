@@ -1,4 +1,4 @@
-"""OpenTelemetry exporters of others find our model's name, sampling and tokens where they look."""
+"""Third-party OpenTelemetry exporters read our model's name, sampling parameters and token counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specfuse_shared import Grammar
 from tests.llamaindex.instrumentation import ENDPOINTS, ask
 from tests.support.exporting import Spans, instrumented, parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of the exporter
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_openinference_finds_name_sampling_and_tokens(sampled: SpecFuseLLM
 
 
 async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: SpecFuseLLM, openllmetry: Spans) -> None:
-    """It writes no maximum of any LLM, and nothing of completions."""
+    """This exporter writes no `max_tokens`, and nothing about completions."""
     chats = tuple(endpoint for endpoint in ENDPOINTS if "chat" in endpoint)
     counted = await usage(sampled, chats)
     spans = openllmetry.of_models("gen_ai.request.model")

@@ -1,4 +1,4 @@
-"""Function calling over the real demo ensemble: everything that a grammar can guarantee."""
+"""Function calling over the real demo ensemble: the guarantees of its grammar."""
 
 import json
 from typing import Literal
@@ -63,10 +63,10 @@ def test_a_named_tool_is_called_and_no_character_of_the_call_is_streamed_as_text
 def test_parallel_calls_have_separate_ids_and_one_call_is_one_unless_more_are_allowed(
     tiny_llm: SpecFuseLLM, seed: int
 ) -> None:
-    """Random members, which were never taught that one call is enough."""
+    """Random members, which do not stop after one call."""
     options = {"tool_required": True, "temperature": 1.0, "seed": seed}
     response = tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **options)
-    several = response.message.additional_kwargs["tool_calls"]  # the last of them may be cut
+    several = response.message.additional_kwargs["tool_calls"]  # the last one can be truncated
     assert len(several) > 1
     assert len({call["id"] for call in several}) == len(several)
     assert len(calls_of(tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", **options))) == 1

@@ -1,4 +1,4 @@
-"""How an LLM describes itself: in traces, dictionaries and planners; and its reply to options that it lacks."""
+"""How an LLM describes itself: in traces, dictionaries and planners; and its errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(
     llm = tiny_llm.model_copy(update={"temperature": 0.5, "seed": 1, "max_tokens": 6})
     last = llm.chat([ChatMessage("Hello")])
     [started] = listener.of("LLMChatStartEvent")
-    reported = started.model_dict
-    assert (reported["model"], reported["temperature"], reported["max_tokens"]) == ("chat+base", 0.5, 6)
+    attributes = started.model_dict
+    assert (attributes["model"], attributes["temperature"], attributes["max_tokens"]) == ("chat+base", 0.5, 6)
     assert last.raw["model"] == "chat+base"
-    written = llm.metadata.model_dump(exclude_unset=True)  # what OpenInference calls invocation parameters
+    written = llm.metadata.model_dump(exclude_unset=True)  # OpenInference's invocation parameters
     assert (written["model_name"], written["temperature"], written["max_tokens"]) == ("chat+base", 0.5, 6)
     assert set(last.raw["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
     assert llm.engine is not None
-    assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(reported, default=str)
+    assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(attributes, default=str)
 
 
-def test_a_dictionary_of_it_makes_it_again(tiny_llm: SpecFuseLLM) -> None:
+def test_an_llm_can_be_restored_from_its_dictionary(tiny_llm: SpecFuseLLM) -> None:
     again = SpecFuseLLM.from_dict(tiny_llm.to_dict())
     assert again._ensemble() == tiny_llm._ensemble()
     assert again.model == tiny_llm.model
     assert SpecFuseLLM.from_json(SpecFuseLLM(base_url="https://x", api_key="k").to_json()).base_url == "https://x"
 
 
-def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
+def test_an_llm_can_be_named_by_model(tiny_llm: SpecFuseLLM) -> None:
     assert SpecFuseLLM(model="demo").members == "demo"
     assert SpecFuseLLM(engine=tiny_llm.engine, model=tiny_llm.model).model == tiny_llm.model
     with pytest.raises(ConfigError, match=r"members=\['Qwen/Qwen3-8B'\]"):
@@ -55,7 +55,7 @@ def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
         SpecFuseLLM("demo")  # type: ignore[call-arg]
 
 
-def test_a_server_is_asked_for_its_sizes_before_they_are_read(tiny_llm: SpecFuseLLM) -> None:
+def test_the_sizes_of_a_servers_model_are_requested_before_they_are_read(tiny_llm: SpecFuseLLM) -> None:
     assert tiny_llm.engine is not None
     with serving({"tiny": tiny_llm.engine}) as client:
         llm = SpecFuseLLM(base_url=str(client.base_url), max_tokens=20)
@@ -71,7 +71,7 @@ def test_a_server_is_asked_for_its_sizes_before_they_are_read(tiny_llm: SpecFuse
         _ = SpecFuseLLM(base_url="http://127.0.0.1:9").metadata
 
 
-def test_no_ledger_is_none(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
+def test_ledger_none_removes_the_ledger(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
     llm = tiny_llm.model_copy(update={"ledger": "none", "max_tokens": 8})
     assert all("specfuse" not in response.raw for response in llm.stream_complete("Hello"))
     assert listener.of("SpecFuseSegmentEvent")
@@ -94,7 +94,7 @@ def test_thinking_tokens_are_counted_as_reasoning(tiny_members: list[MemberConfi
      ({"request_timeout": 5}, "timeout"), ({"json_mode": True}, "structured_predict"),
      ({"thinking": True}, "MemberConfig"), ({"frequency_penalty": 0.5}, "repetition_penalty")],
 )  # fmt: skip
-def test_an_option_of_another_model_gets_an_answer_that_helps(
+def test_an_unsupported_option_gets_a_helpful_error(
     tiny_llm: SpecFuseLLM, option: dict[str, Any], reported: str
 ) -> None:
     for make in (lambda: SpecFuseLLM(engine=tiny_llm.engine, **option), lambda: tiny_llm.complete("Hi", **option)):
@@ -105,11 +105,11 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 @pytest.mark.parametrize("several", [True, False])
-async def test_an_agent_gets_as_many_calls_as_it_asks_for(tiny_llm: SpecFuseLLM, several: bool) -> None:
-    """Random members, which were never taught that one call is enough; agents ask for several by default."""
+async def test_an_agent_gets_as_many_calls_as_it_requests(tiny_llm: SpecFuseLLM, several: bool) -> None:
+    """Random members do not stop after one call; agents allow several by default."""
     tools = [FunctionTool.from_defaults(lambda: "now", name="now", return_direct=True)]
-    reported = {} if several else {"allow_parallel_tool_calls": False}
+    settings = {} if several else {"allow_parallel_tool_calls": False}
     llm = tiny_llm.model_copy(update={"temperature": 1.0, "seed": 2})
-    agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **reported)
+    agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **settings)
     output: Any = await agent.run("When?")
     assert (len(output.tool_calls) > 1) is several

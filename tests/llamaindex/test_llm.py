@@ -51,7 +51,7 @@ def test_a_segment_names_its_member_and_the_candidates(
     assert json.loads(json.dumps(segment)) == segment
 
 
-def test_usage_comes_as_plain_numbers_and_nothing_reaches_the_next_prompt(completion: CompletionResponse) -> None:
+def test_usage_is_plain_numbers_and_stays_out_of_the_next_prompt(completion: CompletionResponse) -> None:
     assert completion.raw is not None
     usage = completion.raw["usage"]
     assert 0 < usage["completion_tokens"] <= 16

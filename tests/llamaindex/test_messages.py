@@ -28,7 +28,7 @@ from specfuse_shared.messages import ToolCall
 
 
 @pytest.mark.parametrize("role", list(MessageRole))
-def test_every_role_has_a_place(role: MessageRole) -> None:
+def test_every_role_is_supported(role: MessageRole) -> None:
     [message] = to_messages([ChatMessage("x", role=role)])
     assert message.content == "x"
 
@@ -47,14 +47,14 @@ def test_a_tool_call_and_its_answer_keep_name_arguments_and_id() -> None:
 
 
 @pytest.mark.parametrize("written", ['{"a": tru', "[1]", '"x"', "{"])
-def test_a_call_of_another_model_may_have_written_no_object(written: str) -> None:
+def test_a_call_without_an_object_of_arguments_is_read(written: str) -> None:
     call = ToolCallBlock(tool_name="add", tool_kwargs=written)
     [turn] = to_messages([ChatMessage(role="assistant", blocks=[call])])
     assert turn.tool_calls == (ToolCall("add", {}),)
 
 
 @pytest.mark.parametrize("argument", [date(2026, 1, 1), {1, 2}, b"x", "\ud83d"])
-def test_arguments_that_no_prompt_can_hold_are_refused(argument: object) -> None:
+def test_arguments_that_no_prompt_can_contain_are_refused(argument: object) -> None:
     call = ToolCallBlock(tool_name="add", tool_kwargs={"a": argument})
     with pytest.raises(RequestError, match="a call of 'add'"):
         to_messages([ChatMessage(role="assistant", blocks=[call])])
@@ -81,7 +81,7 @@ ADD = {"name": "add", "arguments": '{"a": 3}'}
     ],
     ids=["openai", "openai-objects", "anthropic", "ollama"],
 )
-def test_calls_of_other_providers_are_read_and_name_the_answers(written: dict[str, Any]) -> None:
+def test_calls_of_other_providers_are_read_and_name_their_results(written: dict[str, Any]) -> None:
     request = ChatMessage(role="assistant", additional_kwargs=written)
     call, answered = to_messages([request, ChatMessage("7", role="tool", additional_kwargs={"tool_call_id": "c1"})])
     assert call.tool_calls == (ToolCall("add", {"a": 3}, "c1"),)

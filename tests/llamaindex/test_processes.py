@@ -1,4 +1,4 @@
-"""SpecFuseLLM in other processes: made without an engine, sent with its configuration, and its errors come back."""
+"""SpecFuseLLM in other processes: no engine at construction, a pickled configuration, errors that reach the caller."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pipeline(llm: SpecFuseLLM) -> IngestionPipeline:
 @two_processors
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's extractors ask asyncio in an old way
 @pytest.mark.timeout(280)
-def test_a_pipeline_extracts_in_two_processes_and_once(tiny_members: list[MemberConfig]) -> None:
+def test_a_pipeline_extracts_in_two_processes_and_caches_the_result(tiny_members: list[MemberConfig]) -> None:
     extracting = pipeline(SpecFuseLLM(members=tiny_members, max_tokens=6))
     nodes = [TextNode(text=f"Text {number}.", id_=str(number)) for number in range(2)]
     first = extracting.run(nodes=copy.deepcopy(nodes), num_workers=2)
@@ -55,7 +55,7 @@ def test_a_pipeline_extracts_in_two_processes_and_once(tiny_members: list[Member
 @pytest.mark.slow
 @two_processors
 @pytest.mark.timeout(280)
-def test_an_error_in_a_worker_comes_back(tiny_members: list[MemberConfig]) -> None:
+def test_an_error_in_a_worker_reaches_the_caller(tiny_members: list[MemberConfig]) -> None:
     extracting = pipeline(SpecFuseLLM(members=tiny_members, max_tokens=6))
     with pytest.raises(PromptTooLongError, match="shorten the prompt") as caught:
         extracting.run(nodes=[TextNode(text="much " * 9000), TextNode(text="x")], num_workers=2)

@@ -28,7 +28,7 @@ NOTE = Note(title="Moon", text="far")
 
 @pytest.fixture
 def lane() -> FakeLane:
-    """A member that writes the note in JSON, and takes no grammar."""
+    """A member that writes the note in JSON without a grammar."""
     return FakeLane({"a": scripted(f"{NOTE.model_dump_json()} .")})
 
 
@@ -38,7 +38,7 @@ def llm(lane: FakeLane) -> Iterator[SpecFuseLLM]:
         yield SpecFuseLLM(engine=engine, pydantic_program_mode="llm")
 
 
-def test_a_value_is_asked_for_in_words_and_parsed(llm: SpecFuseLLM, lane: FakeLane) -> None:
+def test_a_value_is_requested_in_the_prompt_and_parsed(llm: SpecFuseLLM, lane: FakeLane) -> None:
     assert llm.structured_predict(Note, PROMPT, thing="the moon") == NOTE
     [opened] = lane.ops("a", Open)
     assert len(opened.prompt) > 20, "words of the schema follow the three of the prompt"
@@ -54,7 +54,7 @@ async def test_an_asynchronous_stream_ends_with_the_value(llm: SpecFuseLLM) -> N
     assert [value async for value in stream][-1] == NOTE
 
 
-async def test_so_it_is_on_an_event_loop(llm: SpecFuseLLM) -> None:
+async def test_a_value_is_asked_for_in_words_on_an_event_loop(llm: SpecFuseLLM) -> None:
     assert await llm.astructured_predict(Note, PROMPT, thing="the moon") == NOTE
 
 

@@ -69,7 +69,7 @@ def test_a_router_that_calls_a_function_always_chooses(
 ) -> None:
     selector = PydanticSingleSelector.from_defaults(llm=llm.model_copy(update={"max_tokens": 50}))
     router = RouterQueryEngine(selector=selector, query_engine_tools=tools(index, llm), llm=llm)
-    with readable_or_refused(listener, QUESTION):  # the members may name a choice that there is not
+    with readable_or_refused(listener, QUESTION):  # the members can name a choice that does not exist
         response = router.query(QUESTION)
         assert response.metadata is not None
         assert response.metadata["selector_result"].ind in (0, 1)
@@ -84,7 +84,7 @@ def test_a_router_that_reads_text_chooses_or_reports_the_unreadable_text(
         assert str(router.query(QUESTION))
 
 
-async def test_sub_questions_are_asked_or_could_not_be_read(
+async def test_sub_questions_are_asked_or_reported_as_unreadable(
     index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
 ) -> None:
     both = "When does it open, and what is there to eat?"
@@ -137,7 +137,7 @@ class Review(Workflow):
         return StopEvent(result={"text": event.text, "hours": hours})
 
 
-async def test_a_workflow_of_ones_own_writes_and_judges(llm: SpecFuseLLM) -> None:
+async def test_a_custom_workflow_writes_and_judges(llm: SpecFuseLLM) -> None:
     result = await Review(llm, timeout=120).run(topic="the observatory")
     assert result["text"]
     assert isinstance(result["hours"], Hours)

@@ -1,9 +1,9 @@
 """Two agents and a person in one workflow, over the real demo ensemble.
 
-Members this small follow examples rather than instructions: without any, they give LlamaIndex's own `handoff`, whose
-agent is free text, a name that there is not ("Book visits."), hear so, say the same again, and end at the limit of
-iterations. Either worked examples show them how, or a custom tool names the agents in its schema, which a grammar
-holds.
+Members this small follow examples rather than instructions. Without examples they call LlamaIndex's `handoff`, whose
+agent is free text, with a name that does not exist ("Book visits."), repeat it after the error, and end at the limit of
+iterations. So the tests use worked examples, or a custom tool that names the agents in its schema, which a grammar
+enforces.
 """
 
 from typing import Any, Literal

@@ -124,7 +124,7 @@ def test_summary_tree_and_keyword_indices_answer(short: SpecFuseLLM, documents: 
     leaves = [document.text for document in three]
     roots = [tree.docstore.get_node(root).get_content() for root in tree.index_struct.root_nodes.values()]
     assert len(tree.docstore.docs) == len(three) + len(roots)
-    assert all(roots), "what the members summed up"
+    assert all(roots), "the members' summary"
     response = tree.as_query_engine(llm=short, retriever_mode="all_leaf").query(QUESTION)
     assert {result.node.get_content() for result in response.source_nodes} == set(leaves)
     assert str(response)
@@ -145,7 +145,7 @@ def test_a_keyword_index_finds_by_the_members_keywords(
     assert {node.node.get_content() for node in result} <= set(FACTS)
 
 
-def test_a_hypothetical_answer_is_searched_for(short: SpecFuseLLM, listener: Listener) -> None:
+def test_a_hypothetical_answer_is_used_for_the_search(short: SpecFuseLLM, listener: Listener) -> None:
     bundle = HyDEQueryTransform(llm=short, include_original=True).run(QUESTION)
     [end] = listener.of("LLMChatEndEvent") or listener.of("LLMCompletionEndEvent")
     assert bundle.query_str == QUESTION
@@ -153,7 +153,7 @@ def test_a_hypothetical_answer_is_searched_for(short: SpecFuseLLM, listener: Lis
     assert bundle.embedding_strs[0] == end.response.message.content.strip() != ""
 
 
-def test_a_question_is_asked_in_several_steps(short: SpecFuseLLM, documents: list[Document]) -> None:
+def test_a_multi_step_query_engine_answers(short: SpecFuseLLM, documents: list[Document]) -> None:
     engine = SummaryIndex.from_documents(documents).as_query_engine(llm=short)
     steps = MultiStepQueryEngine(
         engine, query_transform=StepDecomposeQueryTransform(llm=short), index_summary="Facts of the observatory.",
@@ -162,7 +162,7 @@ def test_a_question_is_asked_in_several_steps(short: SpecFuseLLM, documents: lis
     response = steps.query(QUESTION)
     assert response.metadata is not None
     request = response.metadata["sub_qa"]
-    assert len(request) in (1, 2), "as many as the members asked; LlamaIndex stops where they say that none is left"
+    assert len(request) in (1, 2), "one for each question of the members; LlamaIndex stops when they have no more"
     assert all(question and str(answer) for question, answer in request)
     assert str(response)
 
@@ -202,7 +202,7 @@ def test_a_stored_cache_of_a_pipeline_is_read_again(
     assert demo_engine.metrics().forwards == before
 
 
-def test_a_property_graph_is_built_and_asked(llm: SpecFuseLLM, documents: list[Document]) -> None:
+def test_a_property_graph_is_built_and_queried(llm: SpecFuseLLM, documents: list[Document]) -> None:
     """Under a grammar of the form that LlamaIndex reads, `(subject, relation, object)`, every line is a path."""
     path = Grammar.regex(r"\([A-Z][a-z]{2,14}, [A-Z][a-z]{2,14}, [A-Z][a-z]{2,14}\)")
     writer = llm.model_copy(update={"max_tokens": 40, "grammar": path})

@@ -113,7 +113,7 @@ def test_a_document_gives_its_passages_their_context(llm: SpecFuseLLM) -> None:
 
 def test_a_reranker_that_predicts_values_always_ranks(llm: SpecFuseLLM, listener: Listener) -> None:
     reranker = StructuredLLMRerank(llm=llm.model_copy(update={"max_tokens": 40}), top_n=1)
-    with readable_or_refused(listener, QUESTION):  # the members may name a document that there is not
+    with readable_or_refused(listener, QUESTION):  # the members can name a document that does not exist
         assert len(reranker.postprocess_nodes(ranked(), query_str=QUESTION)) <= 1
 
 
@@ -161,7 +161,7 @@ async def test_a_graph_with_a_schema_is_extracted_as_values(llm: SpecFuseLLM) ->
         PairwiseComparisonEvaluator,
     ],
 )
-async def test_evaluators_give_a_verdict_or_say_that_there_is_none(
+async def test_evaluators_give_a_verdict_or_report_that_there_is_none(
     evaluator: type[BaseEvaluator], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     options = {

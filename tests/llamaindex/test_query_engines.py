@@ -23,13 +23,13 @@ CALLS = {
     ResponseMode.ACCUMULATE: 2,
     ResponseMode.COMPACT_ACCUMULATE: 1,
 }
-"""How often each mode asks the LLM about two short documents."""
+"""LLM calls of each mode for two short documents."""
 STREAMING = (ResponseMode.REFINE, ResponseMode.COMPACT, ResponseMode.SIMPLE_SUMMARIZE, ResponseMode.TREE_SUMMARIZE)
 
 
 @pytest.fixture
 def llm(llm: SpecFuseLLM, monkeypatch: pytest.MonkeyPatch) -> SpecFuseLLM:
-    """A short one, also as LlamaIndex's default: the modes that need no LLM look for one all the same."""
+    """An LLM with short answers, also LlamaIndex's default: modes without an LLM still require one."""
     short = llm.model_copy(update={"max_tokens": 8})
     monkeypatch.setattr(Settings, "_llm", short)
     return short

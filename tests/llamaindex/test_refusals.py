@@ -1,4 +1,4 @@
-"""Requests without an answer raise an error that LlamaIndex passes on; unreadable output raises one that it expects."""
+"""Failed requests raise errors that LlamaIndex passes on; unreadable output raises the errors that it handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared.errors import PromptTooLongError, RequestError, UnfinishedValueError, ValueTooLongError
 
-PROMPT = PromptTemplate("Tell me about {thing}.")
+PROMPT = PromptTemplate("Write about {thing}.")
 
 
 class Story(BaseModel):
@@ -29,24 +29,24 @@ def long_nodes() -> list[NodeWithScore]:
 
 
 def blind(llm: SpecFuseLLM) -> SpecFuseLLM:
-    """LlamaIndex assumes that everything fits."""
+    """A setting under which LlamaIndex assumes that every prompt fits."""
     return llm.model_copy(update={"context_window": 200_000})
 
 
 @pytest.mark.parametrize("mode", [ResponseMode.REFINE, ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE], ids=str)
-def test_a_prompt_that_is_too_long_is_no_empty_response(mode: ResponseMode, tiny_llm: SpecFuseLLM) -> None:
+def test_a_prompt_that_is_too_long_raises_an_error(mode: ResponseMode, tiny_llm: SpecFuseLLM) -> None:
     synthesizer = get_response_synthesizer(llm=blind(tiny_llm), response_mode=mode)
     with pytest.raises(PromptTooLongError):
         synthesizer.synthesize("What is it?", long_nodes())
 
 
-async def test_nor_asynchronously_nor_where_answers_are_filtered(tiny_llm: SpecFuseLLM) -> None:
+async def test_a_prompt_that_is_too_long_raises_asynchronously_and_with_filtered_answers(tiny_llm: SpecFuseLLM) -> None:
     synthesizer = get_response_synthesizer(llm=blind(tiny_llm), structured_answer_filtering=True)
     with pytest.raises(PromptTooLongError):
         await synthesizer.asynthesize("What is it?", long_nodes())
 
 
-def test_a_value_that_does_not_fit_is_reported_where_refine_continues(
+def test_a_value_that_does_not_fit_is_reported_although_refine_continues(
     tiny_llm: SpecFuseLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = tiny_llm.model_copy(update={"max_tokens": 8})
@@ -67,7 +67,7 @@ def test_length_errors_of_values_are_value_errors(tiny_llm: SpecFuseLLM) -> None
         list(tiny_llm.stream_structured_predict(Story, PROMPT, llm_kwargs={"max_tokens": 40}, thing="the sea"))
 
 
-def test_a_missing_call_is_a_value_error_and_ours(tiny_llm: SpecFuseLLM) -> None:
+def test_a_missing_call_is_a_value_error_and_an_error_of_ours(tiny_llm: SpecFuseLLM) -> None:
     response = tiny_llm.chat([ChatMessage("Hello")], max_tokens=4)
     for kind in (RequestError, ValueError):
         with pytest.raises(kind, match="tool_required"):

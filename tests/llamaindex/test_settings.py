@@ -61,12 +61,12 @@ def test_additional_kwargs_that_no_call_knows_are_refused_at_construction() -> N
         SpecFuseLLM(members=["no/one"], additional_kwargs={"temprature": 1})
 
 
-def test_none_means_as_in_the_field(tiny_llm: SpecFuseLLM) -> None:
+def test_none_means_the_fields_value(tiny_llm: SpecFuseLLM) -> None:
     unset = dict.fromkeys(("max_tokens", "temperature", "stop", "seed", "grammar", "tools", "tool_choice", "model"))
     assert tiny_llm.complete("Hello", **unset).text == tiny_llm.complete("Hello").text
 
 
-def test_a_call_may_name_the_model_that_it_speaks_to_and_no_other(tiny_llm: SpecFuseLLM) -> None:
+def test_a_call_can_name_its_model_and_no_other(tiny_llm: SpecFuseLLM) -> None:
     answer = tiny_llm.complete("Hello", model=tiny_llm.model, max_tokens=3)
     assert answer.text == tiny_llm.complete("Hello", model_name=tiny_llm.metadata.model_name, max_tokens=3).text
     with pytest.raises(ConfigError, match="gpt-4o"):
@@ -104,9 +104,9 @@ def test_options_of_an_http_client_have_no_effect(tiny_llm: SpecFuseLLM) -> None
 
 def test_an_answer_ends_at_the_timeout_of_the_field_or_of_the_call(tiny_llm: SpecFuseLLM) -> None:
     with pytest.raises(RequestTimeoutError):
-        with_fields(tiny_llm, max_tokens=2000, timeout=0.05).complete("Tell me everything.")
+        with_fields(tiny_llm, max_tokens=2000, timeout=0.05).complete("Say everything.")
     with pytest.raises(TimeoutError):
-        tiny_llm.complete("Tell me everything.", max_tokens=2000, timeout=0.05)
+        tiny_llm.complete("Say everything.", max_tokens=2000, timeout=0.05)
     assert with_fields(tiny_llm, timeout=0.0001).complete("Hello", timeout=60, max_tokens=3).text
 
 
@@ -117,7 +117,7 @@ def test_one_answer_calls_one_tool_unless_more_are_allowed(tiny_llm: SpecFuseLLM
     assert len(tiny_llm.get_tool_calls_from_response(response)) == 1
 
 
-def test_the_record_is_a_summary_unless_all_or_nothing_is_wanted(tiny_llm: SpecFuseLLM) -> None:
+def test_the_record_is_a_summary_by_default(tiny_llm: SpecFuseLLM) -> None:
     records = {
         detail: with_fields(tiny_llm, ledger=detail).complete("Hello").raw.get("specfuse")
         for detail in ("none", "summary", "full")
@@ -130,7 +130,7 @@ def test_the_record_is_a_summary_unless_all_or_nothing_is_wanted(tiny_llm: SpecF
     assert len(json.dumps(records["summary"])) < 4000 < len(json.dumps(records["full"]))
 
 
-def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[MemberConfig]) -> None:
+def test_a_failed_member_is_a_warning_and_in_the_record(tiny_members: list[MemberConfig]) -> None:
     with EnsembleEngine(EnsembleConfig(members=tiny_members)) as engine:
         llm = SpecFuseLLM(engine=engine.load(), max_tokens=8)
         failing = engine._members[1]
@@ -146,7 +146,7 @@ def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[M
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_context_window_that_is_given_counts(tiny_llm: SpecFuseLLM) -> None:
+def test_a_given_context_window_is_used(tiny_llm: SpecFuseLLM) -> None:
     assert with_fields(tiny_llm).metadata.context_window == 4096
     assert with_fields(tiny_llm, context_window=2000).metadata.context_window == 2000
     with pytest.raises(ConfigError, match="600 tokens"):
@@ -156,7 +156,7 @@ def test_a_context_window_that_is_given_counts(tiny_llm: SpecFuseLLM) -> None:
 def test_the_context_is_known_before_anything_is_loaded(tiny_members: list[MemberConfig]) -> None:
     llm = SpecFuseLLM(members=tiny_members)
     assert llm.metadata.context_window == 4096
-    for longest in (4096, 100_000):  # an answer takes what its prompt leaves
+    for longest in (4096, 100_000):  # an answer can use the rest of the context
         metadata = SpecFuseLLM(members=tiny_members, max_tokens=longest).metadata
         assert (metadata.context_window, metadata.num_output) == (4096, 4096 - PROMPT_RESERVE)
 

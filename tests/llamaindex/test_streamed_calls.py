@@ -1,4 +1,4 @@
-"""Calls while they are written: LlamaIndex's programs see a value grow, and no piece of a call is text."""
+"""Streamed calls: LlamaIndex's programs see a value grow, and no part of a call is text."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
     question, reported = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
     pieces: list[str] = []
-    with pytest.warns(ClosedValueWarning, match="max_tokens"):  # such a model ends no string
+    with pytest.warns(ClosedValueWarning, match="max_tokens"):  # random models end no string
         pieces += reported.response_gen
     assert "".join(pieces)
     atold = await synthesizer.asynthesize(question, nodes)
@@ -98,7 +98,7 @@ def result(tiny_llm: SpecFuseLLM) -> EnsembleResult:
 
 
 def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[AnswerStep | None]:
-    """An answer of this text that may call a tool."""
+    """The pieces of an answer with this text that can call a tool."""
     answer = AnswerFold(CallReader(), "summary", lambda event: None)
     return [
         answer.step(SegmentEvent(text, 0, len(text), None)),
@@ -106,12 +106,12 @@ def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[A
     ]
 
 
-def test_half_a_tag_of_an_answer_that_was_cut_is_no_text(result: EnsembleResult) -> None:
+def test_a_partial_tag_of_a_truncated_answer_is_no_text(result: EnsembleResult) -> None:
     pieces = pieces_of("Let me see. <tool_cal", result, FinishReason.LENGTH)
     assert [piece.delta for piece in pieces if piece] == ["Let me see. ", ""]
 
 
-def test_half_a_tag_of_an_answer_that_ended_is_its_text(result: EnsembleResult) -> None:
+def test_a_partial_tag_of_an_ended_answer_is_text(result: EnsembleResult) -> None:
     pieces = pieces_of("1 <tool", result, FinishReason.STOP)
     assert [piece.delta for piece in pieces if piece] == ["1 ", "<tool"]
 
@@ -123,16 +123,14 @@ def test_half_a_tag_of_an_answer_that_ended_is_its_text(result: EnsembleResult) 
     ("reason", "reported"),
     [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length"), (FinishReason.REPETITION, "stop")],
 )
-def test_a_response_says_how_it_ended_as_every_provider_does(
-    reason: FinishReason, reported: str, result: EnsembleResult
-) -> None:
+def test_a_response_has_its_finish_reason(reason: FinishReason, reported: str, result: EnsembleResult) -> None:
     *_, last = pieces_of("It is sunny.", result, reason)
     assert last is not None
     assert last.completion().raw["finish_reason"] == last.chat().additional_kwargs["finish_reason"] == reported
     assert last.chat().raw["specfuse"]["finish_reason"] == str(reason)
 
 
-def test_a_response_that_calls_a_tool_says_so(tiny_llm: SpecFuseLLM) -> None:
+def test_a_response_with_a_call_has_the_finish_reason_tool_calls(tiny_llm: SpecFuseLLM) -> None:
     tool = FunctionTool.from_defaults(lambda city: city, name="weather")
     response = tiny_llm.chat_with_tools([tool], "How is it in Rome?", tool_required=True)
     assert response.raw["finish_reason"] == "tool_calls"

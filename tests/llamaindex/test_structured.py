@@ -97,7 +97,7 @@ def test_a_structured_llm_answers_chats_with_json(llm: SpecFuseLLM) -> None:
     assert Choice.model_validate_json(response.message.content or "") == response.raw
 
 
-def test_a_value_that_does_not_fit_is_an_error_and_not_half_a_value(llm: SpecFuseLLM) -> None:
+def test_a_value_that_does_not_fit_raises_an_error(llm: SpecFuseLLM) -> None:
     with pytest.raises(RequestError, match="max_tokens=4"):
         llm.structured_predict(Pair, PROMPT, llm_kwargs={"max_tokens": 4}, thing="the sea")
 
@@ -111,8 +111,8 @@ def test_fifty_of_fifty_predictions_are_valid(llm: SpecFuseLLM) -> None:
         cls, thing, options = CLASSES[number % 3], THINGS[number % 10], {"temperature": 0.8, "seed": number}
         if number % 2:
             return llm.structured_predict(cls, PROMPT, llm_kwargs=options, thing=thing)
-        request = f"Describe this: {thing}".replace("{", "(").replace("}", ")")
-        return llm.model_copy(update=options).as_structured_llm(cls).complete(request).raw
+        prompt = f"Describe this: {thing}".replace("{", "(").replace("}", ")")
+        return llm.model_copy(update=options).as_structured_llm(cls).complete(prompt).raw
 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(predicted, range(50)))

@@ -1,4 +1,4 @@
-"""Reasoning and log-probabilities are where LlamaIndex has them, and reasoning is never in the content."""
+"""Reasoning and log-probabilities are in LlamaIndex's usual fields, and reasoning is never in the content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weather(tomorrow: bool) -> str:
 
 @pytest.fixture(scope="module")
 def llm(tiny_members: list[MemberConfig]) -> Iterator[SpecFuseLLM]:
-    """Of two members one thinks."""
+    """An LLM of two members, of which one reasons."""
     chat, base = tiny_members
     thinks = MemberConfig(chat.model, name="thinks", chat_template=THINKING, thinking=True)
     with EnsembleEngine(EnsembleConfig([thinks, base])) as engine:
@@ -120,7 +120,7 @@ async def test_every_endpoint_gives_the_log_probability_of_each_token_once(
         assert isinstance(token.token, str)
 
 
-def test_log_probabilities_are_given_only_where_they_are_asked_for(tiny_llm: SpecFuseLLM) -> None:
+def test_log_probabilities_are_given_only_on_request(tiny_llm: SpecFuseLLM) -> None:
     assert tiny_llm.complete(QUESTION, max_tokens=4).logprobs is None
     expected = tiny_llm.model_copy(update={"logprobs": True})
     assert expected.complete(QUESTION, max_tokens=4).logprobs

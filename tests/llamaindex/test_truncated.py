@@ -1,4 +1,4 @@
-"""Calls and values that `max_tokens` cut are marked, never carried out, and reported to the agent that asked."""
+"""Calls and values truncated by `max_tokens` are marked, never executed, and reported to the agent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPT = PromptTemplate("Note {thing}.")
 
 @pytest.fixture
 def short(tiny_llm: SpecFuseLLM) -> SpecFuseLLM:
-    """Members with random weights, which end no string within these tokens."""
+    """An LLM of members with random weights, which end no string within these tokens."""
     return tiny_llm.model_copy(update={"max_tokens": 100})
 
 
@@ -54,7 +54,7 @@ def is_cut(llm: SpecFuseLLM, response: ChatResponse) -> bool:
     return bool(written["function"]["arguments"].endswith(CUT_MARK) and response.raw["finish_reason"] == "length")
 
 
-async def test_a_call_that_was_cut_is_none_in_every_way_to_ask(short: SpecFuseLLM) -> None:
+async def test_a_truncated_call_is_no_call_with_every_method(short: SpecFuseLLM) -> None:
     options = {"tools": [TOOL], "user_msg": "Write.", "tool_required": True}
     assert is_cut(short, short.chat_with_tools(**options))
     assert is_cut(short, await short.achat_with_tools(**options))
@@ -62,16 +62,14 @@ async def test_a_call_that_was_cut_is_none_in_every_way_to_ask(short: SpecFuseLL
     assert is_cut(short, [response async for response in await short.astream_chat_with_tools(**options)][-1])
 
 
-def test_a_turn_with_such_a_call_is_read_again(short: SpecFuseLLM) -> None:
+def test_a_turn_with_a_truncated_call_is_read_in_a_history(short: SpecFuseLLM) -> None:
     response = short.chat_with_tools([TOOL], "Write.", tool_required=True)
     [turn] = to_messages([response.message])
     assert [call.name for call in turn.tool_calls] == ["write_file"]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_an_agent_does_not_run_a_cut_call_but_reads_an_error_and_continues(
-    short: SpecFuseLLM, streaming: bool
-) -> None:
+async def test_an_agent_reads_an_error_for_a_truncated_call_and_continues(short: SpecFuseLLM, streaming: bool) -> None:
     WRITTEN.clear()
     agent = FunctionAgent(tools=[TOOL], llm=short, streaming=streaming, initial_tool_choice="write_file")
     handler = agent.run("Write.")
@@ -90,7 +88,7 @@ async def test_a_method_that_needs_the_call_raises_an_error(short: SpecFuseLLM) 
     assert WRITTEN == []
 
 
-async def test_a_method_that_needs_no_call_gets_text_without_half_a_call(short: SpecFuseLLM) -> None:
+async def test_a_method_that_needs_no_call_gets_text_without_a_partial_call(short: SpecFuseLLM) -> None:
     expected = short.chat_with_tools([TOOL], "Write.").message.content
     options: dict[str, Any] = {"user_msg": "Write.", "error_on_no_tool_call": False}
     assert str(short.predict_and_call([TOOL], **options)) == expected != ""
@@ -99,7 +97,7 @@ async def test_a_method_that_needs_no_call_gets_text_without_half_a_call(short: 
         short.predict_and_call([TOOL], **options, tool_choice="any")
 
 
-async def test_a_prediction_that_was_cut_is_an_error(short: SpecFuseLLM) -> None:
+async def test_a_truncated_prediction_is_an_error(short: SpecFuseLLM) -> None:
     with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
         short.structured_predict(Note, PROMPT, thing="the sea")
     with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
@@ -113,7 +111,7 @@ async def test_a_prediction_that_was_cut_is_an_error(short: SpecFuseLLM) -> None
         list(program.stream_call(thing="the sea"))
 
 
-def test_whole_is_an_option_of_any_call(short: SpecFuseLLM) -> None:
+def test_whole_is_an_option_of_every_call(short: SpecFuseLLM) -> None:
     with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
         short.complete("Hello", max_tokens=4, whole=True)
     assert short.complete("Hello", max_tokens=4).raw["finish_reason"] == "length"

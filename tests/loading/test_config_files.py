@@ -18,7 +18,7 @@ from tests.support.tiny import save_pair
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ensembles of the same two tiny members: in each one of them has a vote that outweighs the other's."""
+    """Two ensembles of the same two tiny members: in each of them one member's weight dominates."""
     pair = save_pair(tmp_path_factory, max_position_embeddings=2048)
     members = [f"model = {json.dumps(str(folder))}, name = {json.dumps(name)}" for name, folder in pair.items()]
     text = "[server]\nport = 0\n"
@@ -36,7 +36,7 @@ def test_the_server_and_all_other_readers_use_the_same_table(file: Path) -> None
     assert served["base"].member_configs[1].weight == 1e40
 
 
-def test_a_file_of_one_ensemble_needs_no_name_and_one_of_several_does(file: Path, tmp_path: Path) -> None:
+def test_a_file_of_one_ensemble_needs_no_name_and_a_file_of_several_does(file: Path, tmp_path: Path) -> None:
     single = tmp_path / "odd#name.toml"
     single.write_text('[ensembles.x]\nmembers = ["org/one", "org/two"]\n')
     assert read_ensemble(single).names == ("one", "two")
@@ -49,13 +49,13 @@ def test_a_file_of_one_ensemble_needs_no_name_and_one_of_several_does(file: Path
         read_ensemble(tmp_path / "none.toml")
 
 
-def test_the_demo_may_be_named(tmp_path: Path) -> None:
+def test_the_demo_can_be_named_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text('[ensembles.demo]\nmembers = "demo"\nsegment_tokens = 4\n')
     assert read_ensemble(tmp_path / "demo.toml") == EnsembleConfig(demo_members(), segment_tokens=4)
 
 
 @pytest.mark.parametrize("kind", [ChatSpecFuse, SpecFuseLLM])
-def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
+def test_a_chat_model_accepts_a_file_like_a_configuration(
     kind: type[ChatSpecFuse] | type[SpecFuseLLM], file: Path
 ) -> None:
     named, direct = (
@@ -72,7 +72,7 @@ def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
 
 
 @pytest.mark.parametrize("kind", [ChatSpecFuse, SpecFuseLLM])
-def test_a_dictionary_may_name_the_demo_as_a_file_may(kind: type[ChatSpecFuse] | type[SpecFuseLLM]) -> None:
+def test_a_dictionary_can_name_the_demo_like_a_file(kind: type[ChatSpecFuse] | type[SpecFuseLLM]) -> None:
     expected = EnsembleConfig(demo_members(), segment_tokens=4)
     assert kind(config={"members": "demo", "segment_tokens": 4}).config == expected
     assert kind(config={"members": list(expected.members), "segment_tokens": 4}).config == expected
@@ -81,7 +81,7 @@ def test_a_dictionary_may_name_the_demo_as_a_file_may(kind: type[ChatSpecFuse] |
 
 
 def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
-    """All questions together: where members disagree, the heavy one's words are chosen."""
+    """Over all questions: if members disagree, the words of the heavier one are chosen."""
     questions = [f"Say something about {what}." for what in ("tides", "bees", "bread", "snow")]
     texts = {}
     for name in ("chat", "base"):
@@ -128,7 +128,7 @@ def test_stop_strings_of_another_type_are_refused(tmp_path: Path) -> None:
         read_config(file)
 
 
-def test_a_home_folder_is_found_for_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(name, str(tmp_path))
     member = MemberConfig("~/chat", adapter="~/adapter", tokenizer="~/tokens")

@@ -42,10 +42,10 @@ def test_a_gguf_file_is_converted_once(exact_engine: EnsembleEngine) -> None:
 
 
 def without_merges(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same words, with nothing that puts letters together: as some releases of transformers convert a file."""
-    reported = json.loads(tokenizer.backend_tokenizer.to_str())
-    reported["model"]["merges"] = []
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(reported)), eos_token="<|end|>")
+    """The same vocabulary without merges, which some releases of transformers produce from a file."""
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    data["model"]["merges"] = []
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(data)), eos_token="<|end|>")
 
 
 def test_a_tokenizer_that_was_converted_into_letters_is_refused(
@@ -64,7 +64,7 @@ def test_a_tokenizer_that_was_converted_into_letters_is_refused(
     model.write_bytes(b"GGUF")
     with pytest.raises(MemberLoadError, match=r"spells words out letter by letter: install a later release"):
         converted_tokenizer(model, str(tmp_path), lambda stage: None)
-    assert not list(tmp_path.glob("letters-*-tokenizer-*/")), "what is broken is not kept"
+    assert not list(tmp_path.glob("letters-*-tokenizer-*/")), "broken caches are not kept"
 
 
 def test_progress_names_every_member_and_stage(folder: Path) -> None:
@@ -180,11 +180,11 @@ def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path:
         "with torch.inference_mode():\n"
         "    print('sum', float(LocalMember(config).runner.plain([5, 6, 7, 8]).abs().sum()))\n"
     )
-    reported = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     sums = set()
     for revision in ("one", "two"):
-        requests = [sys.executable, "-c", work, str(folder), revision]
-        done = subprocess.run(requests, capture_output=True, text=True, env=reported, timeout=120, check=False)
+        command = [sys.executable, "-c", work, str(folder), revision]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         sums.add(done.stdout.split("sum ")[1])
     assert len(sums) == 2
@@ -211,7 +211,7 @@ def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch:
 def test_capped_attention_is_the_models_own_for_any_declared_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers 5.17 says of Gemma 2 that the library's attention will do, which leaves the caps out."""
+    """transformers 5.17 declares torch's attention for Gemma 2, which would ignore the soft caps."""
     folder = save_model("gemma2", byte_level_tokenizer(), tmp_path)
     monkeypatch.setattr("transformers.models.gemma2.modeling_gemma2.Gemma2PreTrainedModel._supports_sdpa", True)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
@@ -219,7 +219,7 @@ def test_capped_attention_is_the_models_own_for_any_declared_class(
     assert prepared(model, MemberConfig(str(folder))).config._attn_implementation == EAGER
 
 
-def test_the_probe_separates_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
+def test_the_probe_detects_a_wrong_mask(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
     model.set_attn_implementation(GROUPED)
     chosen = probe(model, "tiny")
@@ -235,7 +235,7 @@ def test_the_probe_separates_a_wrong_mask_from_a_right_one(tmp_path: Path) -> No
 def test_coarse_rounding_is_reported_and_wrong_probabilities_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A processor that emulates bfloat16 is off by more than one that supports it, and by less than a wrong mask."""
+    """A CPU that emulates bfloat16 has larger errors than one that supports it, and smaller ones than a wrong mask."""
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
     model.set_attn_implementation(GROUPED)
     errors = {"packed": 0.5, "rows": 0.6}
@@ -247,7 +247,7 @@ def test_coarse_rounding_is_reported_and_wrong_probabilities_are_refused(
     assert (chosen.verification, chosen.error) == ("packed", 0.5)
     assert "member tiny is off by 0.5 nats in bfloat16 here; float32 is exact" in caplog.text
     errors["rows"] = 0.2
-    assert probe(model, "tiny").verification == "rows", "what is within the tolerance comes first"
+    assert probe(model, "tiny").verification == "rows", "the result within the tolerance is first"
     errors |= {"packed": 1.2, "rows": 1.1}
     with pytest.raises(UnsupportedModelError, match=r"within 0\.3 nats \(off by 1\.1\).*dtype='float32'"):
         probe(model, "tiny")
@@ -303,7 +303,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyP
         demo_members()
 
 
-def test_a_folder_without_weights_or_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_weights_or_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     folder = save_model("llama", byte_level_tokenizer(), tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.rename(tmp_path / "weights")

@@ -1,4 +1,4 @@
-"""Files that lack weights are refused by name, because transformers fills what is missing with random numbers."""
+"""Files that lack weights are refused by name, since transformers fills missing weights with random numbers."""
 
 from __future__ import annotations
 
@@ -95,5 +95,7 @@ def test_another_warning_of_an_adapter_does_not_say_that_weights_are_missing(tmp
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "of_a_newer_version": True}))
     with pytest.warns(UserWarning, match="of_a_newer_version"):
         assert LocalMember(MemberConfig(str(folder), adapter=str(adapter))).report.parameters > 0
-    with pytest.raises(MemberLoadError, match=r"Unexpected keyword.*of_a_newer_version"):  # tests make warnings errors
+    with pytest.raises(
+        MemberLoadError, match=r"Unexpected keyword.*of_a_newer_version"
+    ):  # warnings are errors in tests
         LocalMember(MemberConfig(str(folder), adapter=str(adapter)))

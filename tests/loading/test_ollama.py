@@ -62,7 +62,7 @@ def test_latest_and_other_registries(store: Path) -> None:
     assert [result.name for result in ollama_models()] == ["hf.co/somebody/Model-GGUF:Q4_K_M", "phi3:latest"]
 
 
-def test_adapters_of_a_model_go_along(store: Path) -> None:
+def test_adapters_of_a_model_are_loaded(store: Path) -> None:
     add(store, "registry.ollama.ai/library/tuned/latest", [(MODEL, "a" * 64), (ADAPTER, "d" * 64)])
     assert lora_files(member("tuned")) == (store / "blobs" / f"sha256-{'d' * 64}",)
 
@@ -75,13 +75,13 @@ def test_an_unknown_name_lists_the_existing_ones(store: Path) -> None:
         gguf_file(member("llama3.2:4b"))
 
 
-def test_an_empty_store_says_so(store: Path) -> None:
+def test_an_empty_store_is_reported(store: Path) -> None:
     with pytest.raises(MemberLoadError, match="it is empty"):
         gguf_file(member("mistral"))
     assert ollama_models() == ()
 
 
-def test_files_that_only_its_own_engine_reads_are_named(store: Path) -> None:
+def test_files_in_formats_of_ollamas_engine_are_named(store: Path) -> None:
     add(store, "registry.ollama.ai/library/new/latest", [(MODEL, "a" * 64)], data=b"PK else")
     with pytest.raises(MemberLoadError, match="no whole GGUF file"):
         gguf_file(member("new"))
@@ -89,7 +89,7 @@ def test_files_that_only_its_own_engine_reads_are_named(store: Path) -> None:
 
 
 @pytest.mark.parametrize("digest", ["../../../etc/passwd", "a" * 63, "A" * 64])
-def test_a_digest_is_no_way_out_of_the_store(store: Path, digest: str) -> None:
+def test_a_digest_cannot_lead_out_of_the_store(store: Path, digest: str) -> None:
     add(store, "registry.ollama.ai/library/bad/latest", [(MODEL, digest)])
     with pytest.raises(MemberLoadError, match="no whole GGUF file"):
         gguf_file(member("bad"))
@@ -102,7 +102,7 @@ def test_a_broken_manifest_hides_no_other_model(store: Path) -> None:
     assert [result.name for result in ollama_models()] == ["good:latest"]
 
 
-def test_a_model_without_a_template_is_warned_of(tmp_path: Path) -> None:
+def test_a_model_without_a_template_gives_a_warning(tmp_path: Path) -> None:
     folder = save_model("qwen3", byte_level_tokenizer(), tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), byte_level_tokenizer()
     config = MemberConfig(OLLAMA + "tuned", device="cpu")

@@ -30,7 +30,7 @@ def test_a_terminal_is_shown_each_stage(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1/2" in terminal.getvalue()
 
 
-def test_a_file_is_written_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     bar = LoadingBar()
     bar.open(["smol"])

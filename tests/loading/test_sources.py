@@ -1,4 +1,4 @@
-"""Members' files are looked for before torch is imported; a message of one line says which is wrong."""
+"""Members' files are checked before torch is imported; one line names the wrong one."""
 
 from __future__ import annotations
 

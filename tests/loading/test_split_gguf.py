@@ -1,4 +1,4 @@
-"""Models in several GGUF files: all parts load, whichever is named, and none without the others."""
+"""Models in several GGUF files: naming any part loads all of them, and a missing part is an error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_missing_part_is_named(whole: Path, named: int) -> None:
         answer(parts[named])
 
 
-def test_a_part_under_another_name_is_no_whole_model(whole: Path) -> None:
+def test_a_renamed_part_is_not_a_whole_model(whole: Path) -> None:
     renamed = split_gguf(whole, 2)[0].rename(whole.with_name("renamed.gguf"))
     with pytest.raises(MemberLoadError, match=r"one of 2 parts of a model: name the parts as they were"):
         answer(renamed)

@@ -1,4 +1,4 @@
-"""Nothing is computed twice: tokens fed, candidates and re-encodings are counted on the real members."""
+"""No token is computed twice: counts of fed tokens, candidates and re-encodings on the real members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.against_naive import local_members, open_session, with_settin
 @pytest.mark.parametrize(
     "text", ["Why is the sky blue?", "请介绍北京的历史。🎉", "Write a nested Python loop over a list of lists."]
 )
-def test_a_round_feeds_no_more_than_its_candidates_its_guesses_and_four_tokens(
+def test_a_round_feeds_at_most_its_candidates_its_guesses_and_four_tokens(
     demo_engine: EnsembleEngine, text: str, speculation: str
 ) -> None:
     members = local_members(demo_engine)

@@ -1,4 +1,4 @@
-"""Members on their own devices or cores step at the same time: the same answers and faults as one after another."""
+"""Members on separate devices or cores step concurrently: answers and faults are the same as in sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Lanes = Callable[[], list[threading.Thread]]
 
 @pytest.fixture(autouse=True)
 def lanes() -> Lanes:
-    """The threads that members got since the test began."""
+    """The threads of members that started during the test."""
     before = set(threading.enumerate())
     return lambda: [t for t in threading.enumerate() if t.name.startswith("specfuse lane") and t not in before]
 
@@ -42,7 +42,7 @@ def config(tiny_engine: EnsembleEngine) -> EnsembleConfig:
 def engine(
     request: pytest.FixtureRequest, lanes: Lanes, config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EnsembleEngine]:
-    """The tiny members as if each had its own device, or its own cores."""
+    """The tiny members, each on a simulated device or on separate cores."""
     if request.param == "devices":
         monkeypatch.setattr("specfuse_shared.members.local.lane.devices_of", lambda member: (member.name,))
     else:
@@ -53,7 +53,7 @@ def engine(
 
 @contextmanager
 def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """Every forward pass takes longer; when each began and ended, by member."""
+    """Slow down every forward pass, and record its start and end by member."""
     times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in local_members(engine)}
     for member in local_members(engine):
         plain = member.runner.step
@@ -81,10 +81,10 @@ def test_answers_equal_sequential_ones_and_forward_passes_overlap(
     assert results == expected
     first, second = times.values()
     together = sum(any(a < d and c < b for c, d in second) for a, b in first)
-    assert together > 0.5 * len(first), "but where only one of them has anything to do"
+    assert together > 0.5 * len(first), "except if only one of them has work"
 
 
-def test_members_of_one_core_run_one_after_another_without_a_thread(
+def test_members_on_one_core_run_one_after_another_without_a_thread(
     config: EnsembleConfig, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
@@ -174,7 +174,7 @@ def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: EnsembleEngine) -> None:
+def test_a_lane_waits_briefly_for_missing_answers_to_fill_its_batch(tiny_engine: EnsembleEngine) -> None:
     member = local_members(tiny_engine)[0]
     lane, results = LocalLane([member]), list[StageResult]()
     lane.reply_to(results.extend)
@@ -188,19 +188,19 @@ def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: 
 
     assert lane.wait_seconds is None, "there is nothing to do"
     ask(Open((1, 2, 3), SamplingParams(), seed=0), 1, 2, 3, 4, 5)
-    assert lane.wait_seconds == 0, "all are here"
+    assert lane.wait_seconds == 0, "all answers are present"
     run()
     ask(Draft(4, 0), 1, 2)
     with slowed(tiny_engine, 0.5):
         lane.step()
         wait_seconds = lane.wait_seconds or 0.0
-        assert wait_seconds > 0, "three are away, and two are here"
+        assert wait_seconds > 0, "three answers are missing, and two are present"
         time.sleep(wait_seconds)
         assert lane.wait_seconds == 0, "the wait is no longer than the last step"
         lane.step()
         assert lane.wait_seconds
         ask(Draft(4, 0), 3)
-        assert lane.wait_seconds == 0, "two are away, and three are here"
+        assert lane.wait_seconds == 0, "two answers are missing, and three are present"
     run()
     ask(Close(), 1, 2, 3, 4, 5)
     run()

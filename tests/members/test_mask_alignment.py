@@ -47,10 +47,10 @@ def test_the_probe_refuses_kernels_that_mask_from_the_wrong_corner(model: Any, m
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory", "MPS backend out of memory (MPS allocated: 17.90 GB)"])
-def test_memory_that_runs_out_says_nothing_of_the_model(
+def test_out_of_memory_in_the_probe_does_not_refuse_the_model(
     model: Any, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    """It was refused for its probabilities, though nothing was wrong with them."""
+    """Earlier, such a model was refused for wrong probabilities."""
 
     def out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError(words)
@@ -65,7 +65,7 @@ def test_memory_that_runs_out_says_nothing_of_the_model(
     ("device", "hip", "knows"),
     [("cuda", None, True), ("cuda", "6.4", False), ("mps", None, False), ("xpu", None, False), ("cpu", None, False)],
 )
-def test_only_devices_that_are_known_to_have_them_use_such_kernels(
+def test_kernels_with_lower_right_masks_are_used_only_on_known_devices(
     monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, knows: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)

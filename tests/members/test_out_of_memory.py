@@ -23,11 +23,11 @@ __all__ = ["driver"]
 MESSAGES = [Message("user", "How do the tides follow the moon? " * 5)]
 PARAMS = SamplingParams(max_tokens=24)
 LARGE = 4096
-"""Bytes: a smaller tensor is in memory that an allocator holds already."""
+"""Minimum bytes of a counted allocation; an allocator has memory for smaller tensors in reserve."""
 
 
 class Allocations(TorchDispatchMode):
-    """Counts what takes new memory of some size; number `failing` of it fails."""
+    """Counts larger allocations, and makes number `failing` fail."""
 
     def __init__(self, failing: int | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
 
 
 def answer(config: EnsembleConfig, members: list[LocalMember], failing: int | None) -> tuple[str, int]:
-    """Its text, and how many allocations it took."""
+    """The text of an answer, and its number of allocations."""
     session = open_session(config, members, MESSAGES, PARAMS)
     with Allocations(failing) as counted:
         for _ in session.events():
@@ -77,10 +77,10 @@ def test_an_answer_survives_out_of_memory_anywhere(driver: Driver, tiny_engine: 
         assert {member.report.graphs == "captured" for member in members} == {execution != "dynamic"}
 
 
-def test_out_of_memory_while_a_prefix_is_reused_only_drops_the_prefix(tiny_engine: EnsembleEngine) -> None:
+def test_out_of_memory_with_a_reused_prefix_drops_only_the_prefix(tiny_engine: EnsembleEngine) -> None:
     with loaded(tiny_engine, execution="dynamic") as (config, members):
         expected, _ = answer(config, members, None)
         for failing in range(1, 12):
             answer(config, members, None)
-            assert all(member.runner.prefixes.memory_bytes for member in members), "a prefix is there to be reused"
+            assert all(member.runner.prefixes.memory_bytes for member in members), "a cached prefix exists"
             assert answer(config, members, failing)[0] == expected, f"number {failing}"

@@ -1,4 +1,4 @@
-"""A lane in another process gives the answers that it gives in this one, byte for byte, and may be lost."""
+"""A lane in another process gives the same answers as in this one, byte for byte; its process can die."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewh
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine) -> Iterator[Elsewhere]:
-    """Every member in its own process."""
+    """An engine with every member in a separate process."""
     with elsewhere(tiny_engine.config, ("chat", "base")) as engine:
         yield engine.load()
 
 
 def test_members_in_other_processes_give_the_same_answers(tiny_engine: EnsembleEngine, apart: Elsewhere) -> None:
-    plain = replace(tiny_engine.config, speculation="off")  # who leads depends on who shares a lane
+    plain = replace(tiny_engine.config, speculation="off")  # the leader depends on the members of a lane
     with EnsembleEngine(plain) as engine, elsewhere(plain, ("chat", "base")) as distant:
         expected = [everything(engine.generate(*each)) for each in ASKED]
         assert [everything(distant.generate(*each)) for each in ASKED] == expected
@@ -95,7 +95,7 @@ def test_a_distant_members_cached_prefix_is_not_read_again(apart: Elsewhere) -> 
 
 
 def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere) -> None:
-    stream = apart.stream("Go on for ever", SamplingParams(max_tokens=400))
+    stream = apart.stream("Never stop", SamplingParams(max_tokens=400))
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]
     limit = time.monotonic() + 30
@@ -108,34 +108,34 @@ def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere
 def test_a_member_whose_process_dies_leaves_and_local_ones_continue(tiny_engine: EnsembleEngine) -> None:
     with elsewhere(tiny_engine.config, ("base",)) as engine:
         events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=200))
-        output = next(event for event in events if isinstance(event, SegmentEvent))
+        segment = next(event for event in events if isinstance(event, SegmentEvent))
         engine.processes[0].kill()
         rest = list(events)
         [warning] = [event for event in rest if isinstance(event, WarningEvent)]
         assert warning.member == "base"
         assert warning.message.endswith("left the answer: the process of base is gone")
         assert isinstance(rest[-1], FinishEvent)
-        assert rest[-1].result.text.startswith(output.text)
+        assert rest[-1].result.text.startswith(segment.text)
         assert rest[-1].result.rounds[-1].active == ("chat",)
         again = engine.generate("Still there?", SamplingParams(max_tokens=10))
         assert [fault.member for fault in again.warnings] == ["base"]
 
 
-def test_a_member_whose_process_stops_in_the_middle_of_a_draft_is_late_and_one_that_dies_then_has_failed(
+def test_a_stopped_process_makes_its_member_late_and_a_killed_one_makes_it_fail(
     tiny_engine: EnsembleEngine,
 ) -> None:
     deadline = replace(tiny_engine.config, round_seconds=0.2, round_grace=0.1, late_rounds=2000)
     with elsewhere(deadline, ("base",)) as engine:
         for how in (signal.SIGCONT, signal.SIGKILL):
             events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=300, min_tokens=300))
-            recorded = [next(event for event in events if isinstance(event, SegmentEvent))]
+            segments = [next(event for event in events if isinstance(event, SegmentEvent))]
             os.kill(engine.processes[0].pid or 0, signal.SIGSTOP)
             late = next(event for event in events if isinstance(event, SegmentEvent) and _late(event) == ["base"])
             os.kill(engine.processes[0].pid or 0, how)
             rest = [late, *events]
             last = rest[-1]
             assert isinstance(last, FinishEvent)
-            assert last.result.text.startswith(recorded[0].text)
+            assert last.result.text.startswith(segments[0].text)
             if how is signal.SIGCONT:
                 assert not last.result.warnings
             else:

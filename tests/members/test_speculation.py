@@ -1,4 +1,4 @@
-"""Speculation changes how much is computed, and nothing else."""
+"""Speculation changes the amount of computation, and no answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORDS = ("the", "fox", "dog", "ask", "why", "tides", "follow", "a", "moon", "ove
 
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    """Two members that are nearly one model and agree often, and one that is not."""
+    """Two similar members that often agree, and a different one."""
     tokenizer, members = byte_level_tokenizer(), []
     for name, kind, seed, noise in (("one", "llama", 1, 0.0), ("two", "llama", 1, 0.02), ("three", "qwen3", 2, 0.0)):
         folder = save_model(kind, tokenizer, tmp_path_factory.mktemp(name), seed=seed)
@@ -74,7 +74,7 @@ def _disturb(folder: Path, noise: float) -> None:
 
 
 def requests(count: int, seed: int) -> Asked:
-    """Questions and settings at random: sampled and greedy, with stops, penalties, lengths and grammars."""
+    """Random questions and settings: sampled and greedy, with stops, penalties, lengths and grammars."""
     chance, results = random.Random(seed), []
     for _ in range(count):
         text = " ".join(chance.choices(WORDS, k=chance.randint(3, 30)))
@@ -94,7 +94,7 @@ def requests(count: int, seed: int) -> Asked:
     return results
 
 
-def reported(result: EnsembleResult) -> tuple[object, ...]:
+def fields_of(result: EnsembleResult) -> tuple[object, ...]:
     return result.text, result.finish_reason, result.stop_sequence, [(r.winner, r.text) for r in result.rounds]
 
 
@@ -107,7 +107,7 @@ def answers(engine: EnsembleEngine, requests: Asked, **options: Any) -> list[Ens
 def assert_same_with_and_without(
     config: EnsembleConfig, requests: Asked, over: EnsembleEngine | None = None, **options: Any
 ) -> dict[str, MetricsSnapshot]:
-    """The same answers, for no more forward passes; the metrics of both engines. `over`: the members that answer."""
+    """Assert equal answers with no more forward passes, and return the metrics of both engines. `over`: the members."""
     values, counted = {}, {}
     for speculation in ("off", "auto"):
         expected = replace(config, speculation=speculation)
@@ -115,9 +115,9 @@ def assert_same_with_and_without(
             values[speculation] = answers(engine, requests, **options)
             counted[speculation] = engine.metrics()
     for (text, params), off, auto in zip(requests, values["off"], values["auto"], strict=True):
-        assert reported(auto) == reported(off), (text, params)
+        assert fields_of(auto) == fields_of(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in values.values()]
-    assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
+    assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a forced call can leave nothing to guess"
     return counted
 
 
@@ -129,7 +129,7 @@ def assert_same_with_and_without(
         *(pytest.param(way, "paged", marks=pytest.mark.slow) for way in list(WAYS)[1:]),
     ],
 )
-def test_answers_are_the_same_with_and_without(
+def test_answers_are_the_same_with_and_without_speculation(
     trio: EnsembleEngine, way: str, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
@@ -142,7 +142,7 @@ def test_answers_are_the_same_with_and_without(
 
 @pytest.fixture(scope="module")
 def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> EnsembleConfig:
-    """The three and two of other families, one with a tokenizer of another make."""
+    """The three members and two of other families, one with another kind of tokenizer."""
     folders = {
         "four": save_model("gemma2", metaspace_tokenizer(), tmp_path_factory.mktemp("four"), seed=3),
         "five": save_model("gpt2", byte_level_tokenizer(), tmp_path_factory.mktemp("five"), seed=4),
@@ -154,10 +154,12 @@ def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> Ense
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
-def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: EnsembleConfig, way: str) -> None:
+def test_fifty_answers_of_five_members_are_the_same_with_and_without_speculation(
+    five: EnsembleConfig, way: str
+) -> None:
     """Two hundred requests in all, a fifth of them with tools."""
     assert_same_with_and_without(replace(five, **WAYS[way]), requests(40, seed=100 + len(way)))
-    able = {"grammar": None, "min_tokens": 0, "max_tokens": 90}  # to hold a call
+    able = {"grammar": None, "min_tokens": 0, "max_tokens": 90}  # long enough for a call
     calls = [(text, replace(params, **able)) for text, params in requests(10, seed=200 + len(way))]
     assert_same_with_and_without(replace(five, **WAYS[way]), calls, tools=[TOOL], tool_choice="any")
 
@@ -165,7 +167,7 @@ def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: Ensem
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_of_the_demo_are_the_same_with_and_without(exact_engine: EnsembleEngine, way: str) -> None:
+def test_answers_of_the_demo_are_the_same_with_and_without_speculation(exact_engine: EnsembleEngine, way: str) -> None:
     plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
     bounded = [
@@ -211,9 +213,9 @@ def test_counters_include_guesses(trio: EnsembleEngine) -> None:
 
 @pytest.mark.slow
 def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward pass."""
+    """Two members of one model, without lookup: the follower verifies the leader's draft in one forward pass."""
     monkeypatch.setattr(PromptLookup, "find", lambda *args: ((), 0))
-    # measured seconds would swap the lead between two that are equal
+    # with measured seconds, equal members would swap the lead
     monkeypatch.setattr(LeaderPolicy, "_steps", lambda lead, participants, names: dict.fromkeys(names, 1.0))
     one = demo_members(dtype="float32")[0]
     config = EnsembleConfig(
@@ -229,9 +231,7 @@ def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: p
     assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
-def test_members_of_paged_execution_guess_and_else_draft_ahead(
-    trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_in_paged_execution_guess_or_draft_ahead(trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with EnsembleEngine(replace(trio.config, speculation="auto", execution="paged", max_concurrent=1)) as engine:
         drafts: list[Mock] = []
         for member in local_members(engine.load()):
@@ -246,12 +246,12 @@ def test_members_of_paged_execution_guess_and_else_draft_ahead(
     assert any(draft.called for draft in drafts)
 
 
-def test_an_unknown_way_to_speculate_is_refused() -> None:
+def test_an_unknown_speculation_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="speculation"):
         EnsembleConfig(["a"], speculation="always")
 
 
-def test_guesses_have_to_come_true_more_often_where_answers_share_passes(
+def test_guesses_need_a_higher_acceptance_rate_in_shared_passes(
     trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = local_members(trio)[0]
@@ -260,7 +260,7 @@ def test_guesses_have_to_come_true_more_often_where_answers_share_passes(
             changed.setattr(member, "sharing", sharing)
             assert round(member.guess_cost, 2) == cost
         changed.setattr(member, "devices", {"cuda:0": 1.0})
-        assert member.guess_cost == 0.06, "a card waits for weights"
+        assert member.guess_cost == 0.06, "a GPU waits for its weights"
     prompts = [" ".join(random.Random(n).choices(WORDS, k=24)) for n in range(8)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     alone = [trio.generate(question, params) for question in prompts]
@@ -279,13 +279,13 @@ def test_a_lookup_finds_the_continuation_of_the_longest_equal_end() -> None:
     assert lookup.find([2, 3], 2) == ([5, 6], 2)
     assert lookup.find([1, 2, 3], 3) == ([4, 9, 2], 3)
     assert lookup.find([7, 8], 3) == ((), 0)
-    lookup.read([7], 7)  # the answer was encoded anew from there
+    lookup.read([7], 7)  # the answer was re-encoded from there
     assert lookup.find([2, 3], 2) == ([7], 2)
     lookup.read([1, 2, 9, 256, 512, 0, 7], 0)  # its bytes hold the bytes of 1 and 2 a second time, across three ids
     assert lookup.find([1, 2], 2) == ([9, 256], 2)
 
 
-def test_guesses_are_as_long_as_they_come_true() -> None:
+def test_the_length_of_guesses_follows_their_acceptance() -> None:
     guesses = Guesses(barred={99})
     guesses.read([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], 0)
     before = [1, 2, 3, 4]
@@ -302,7 +302,7 @@ def test_guesses_are_as_long_as_they_come_true() -> None:
     assert record.rate > 0.9
 
 
-def test_accepted_guesses_are_counted_once_and_only_where_they_were_chosen() -> None:
+def test_accepted_guesses_are_counted_once_and_only_for_chosen_drafts() -> None:
     guesses = Guesses(barred=())
     guesses.read([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], 0)
     guess = guesses.after([1, 2, 3, 4], Branch(0, ()), slots=3, cost=0.06)

@@ -1,4 +1,4 @@
-"""Members that think before they answer: in private, in front of the shared answer, and within bounds."""
+"""Members that reason before they answer: separately, before the shared answer, and within a limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def engine(folders: tuple[str, str]) -> Iterator[EnsembleEngine]:
-    """One member thinks, one does not."""
+    """An engine with one member that reasons, and one that does not."""
     chat, base = folders
     members = [
         MemberConfig(chat, name="thinks", chat_template=THINKING, thinking=True, dtype="float32"),
@@ -48,7 +48,7 @@ def engine(folders: tuple[str, str]) -> Iterator[EnsembleEngine]:
 
 
 def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
-    """By the model's own plain forward passes."""
+    """Greedy decoding by the model's plain forward passes."""
     ids, start = list(ids), len(ids)
     with torch.inference_mode():
         for _ in range(count):
@@ -56,7 +56,7 @@ def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
     return ids[start:]
 
 
-def test_reasoning_comes_first_and_is_no_part_of_the_answer(engine: EnsembleEngine) -> None:
+def test_reasoning_is_before_the_answer_and_no_part_of_it(engine: EnsembleEngine) -> None:
     events = list(engine.stream(QUESTION, SamplingParams(max_tokens=20, max_thinking_tokens=40)))
     result = events[-1].result
     thoughts = [n for n, event in enumerate(events) if isinstance(event, ThinkingEvent)]
@@ -64,15 +64,15 @@ def test_reasoning_comes_first_and_is_no_part_of_the_answer(engine: EnsembleEngi
     assert len(thoughts) > 1
     assert max(thoughts) < min(segments)
     assert {event.member for event in events if isinstance(event, ThinkingEvent)} == {"thinks"}
-    reported = "".join(event.text for event in events if isinstance(event, ThinkingEvent))
-    assert result.thinking == {"thinks": reported}
+    reasoning = "".join(event.text for event in events if isinstance(event, ThinkingEvent))
+    assert result.thinking == {"thinks": reasoning}
     assert result.text == "".join(event.text for event in events if isinstance(event, SegmentEvent))
     assert result.usage.members["thinks"].thinking >= 40
     assert result.usage.members["answers"].thinking == 0
 
 
 @pytest.mark.parametrize("limit", [1, 16, 37])
-def test_reasoning_is_the_members_own_decoding_and_then_its_context(folders: tuple[str, str], limit: int) -> None:
+def test_reasoning_is_decoded_by_the_member_and_stays_in_its_context(folders: tuple[str, str], limit: int) -> None:
     config = EnsembleConfig(
         [MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")]
     )
@@ -118,7 +118,7 @@ def test_reasoning_is_in_no_other_members_context(engine: EnsembleEngine) -> Non
     assert drafts[0] == drafts[1]
 
 
-def test_several_members_think_apart_and_answer_together(folders: tuple[str, str]) -> None:
+def test_several_members_reason_separately_and_answer_together(folders: tuple[str, str]) -> None:
     members = [
         MemberConfig(folder, name=name, chat_template=THINKING, thinking=True, dtype="float32")
         for name, folder in zip(("one", "two"), folders, strict=True)
@@ -127,7 +127,7 @@ def test_several_members_think_apart_and_answer_together(folders: tuple[str, str
     with EnsembleEngine(EnsembleConfig(members)) as engine:
         result = engine.generate(QUESTION, params)
         alone = {name: engine.generate(QUESTION, params, members=[name]) for name in ("one", "two")}
-        assert result.thinking == {name: alone[name].thinking[name] for name in alone}, "each its own"
+        assert result.thinking == {name: alone[name].thinking[name] for name in alone}, "each has a separate one"
         assert result.thinking["one"] != result.thinking["two"]
         first = result.rounds[0]
         for member in local_members(engine):
@@ -149,14 +149,14 @@ def test_a_grammar_begins_after_the_reasoning(engine: EnsembleEngine) -> None:
 
 
 def logprob_after(member: LocalMember, before: list[int], text: str) -> list[float]:
-    """Of each token of the text, by one plain forward."""
+    """Log p of each token of the text, by one plain forward pass."""
     ids = member.codec.encode(text)
     with torch.inference_mode():
         rows = member.runner.plain([*before, *ids])[len(before) - 1 : -1].float().log_softmax(-1)
     return [float(row[i]) for row, i in zip(rows, ids, strict=True)]
 
 
-def test_log_probabilities_are_an_answers_and_not_further_reasonings(engine: EnsembleEngine) -> None:
+def test_log_probabilities_cover_the_answer_and_no_reasoning(engine: EnsembleEngine) -> None:
     member = next(m for m in local_members(engine) if m.name == "thinks")
     prompt = member.encode_prompt([Message("user", QUESTION)])
     output = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
@@ -171,7 +171,7 @@ def test_log_probabilities_are_an_answers_and_not_further_reasonings(engine: Ens
     )
 
 
-def test_the_same_seed_thinks_the_same(engine: EnsembleEngine) -> None:
+def test_the_same_seed_gives_the_same_reasoning(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=10, max_thinking_tokens=40, temperature=1.0, seed=3)
     first, second = (engine.generate(QUESTION, params) for _ in range(2))
     assert (first.thinking, first.text) == (second.thinking, second.text)
@@ -186,7 +186,7 @@ def test_reasoning_leaves_context_for_the_answer(folders: tuple[str, str]) -> No
     assert result.usage.members["thinks"].thinking < 200
 
 
-def test_reasoning_that_a_template_begins_unasked_ends_at_once(folders: tuple[str, str]) -> None:
+def test_reasoning_that_a_template_begins_by_default_is_closed_immediately(folders: tuple[str, str]) -> None:
     with EnsembleEngine(EnsembleConfig([MemberConfig(folders[0], name="mute", chat_template=ALWAYS)])) as engine:
         [member] = local_members(engine)
         text = member.prompts.tokenizer.decode(member.encode_prompt([Message("user", QUESTION)]))
@@ -200,7 +200,7 @@ def test_a_template_option_that_asks_for_reasoning_is_the_setting() -> None:
     assert MemberConfig("x").thinking is False
 
 
-def test_markers_that_cannot_be_are_refused(folders: tuple[str, str]) -> None:
+def test_invalid_markers_are_refused(folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="two markers"):
         MemberConfig("x", thinking=("<think>",))
     with (
@@ -216,7 +216,7 @@ def test_thinking_is_part_of_a_saved_configuration(tmp_path: Path) -> None:
     assert MemberConfig.from_dict({"model": "x", "thinking": ["<a>", "</a>"]}) == config
 
 
-def test_thinking_can_be_taken_back() -> None:
+def test_thinking_can_be_disabled() -> None:
     member = MemberConfig("x", thinking=True, template_options={"tone": "dry"})
     assert replace(member, thinking=False).thinking is False
     assert dict(member.template_options) == {"tone": "dry"}

@@ -1,7 +1,7 @@
 """Runs code as if only some distributions were installed: `only_declared.py NAMES_AS_JSON FOLDER CODE`.
 
-FOLDER (an unpacked wheel) is importable, the standard library is, and the named distributions are. Everything else,
-the source tree of an editable install included, is neither importable nor visible to importlib.metadata.
+Only FOLDER (an unpacked wheel), the standard library and the named distributions are importable. Everything else,
+including the source tree of an editable install, is neither importable nor visible to importlib.metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def normal(name: str) -> str:
 
 
 class OnlyDeclared(DistributionFinder):
-    """The ordinary path finder, blind to every distribution that is not declared."""
+    """The normal path finder, without the distributions that are not declared."""
 
     def __init__(self, declared: set[str], folder: Path) -> None:
         self.declared, self.folder = declared, folder

@@ -38,7 +38,7 @@ EXTRAS = (
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that nothing is left in the source tree."""
+    """The wheel, built from a copy, so that the source tree is unchanged."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -66,7 +66,7 @@ def metadata(unpacked: Path) -> Distribution:
 
 
 def closure(requirements: list[str], extras: frozenset[str]) -> set[str]:
-    """Names of all distributions that these requirements need, read from the installed ones."""
+    """Names of all distributions that these requirements need, from the installed metadata."""
     names: set[str] = set()
     recorded: set[tuple[str, str]] = set()
     todo = [(text, extra) for text in requirements for extra in (extras or {""})]
@@ -90,7 +90,7 @@ def requires(name: str) -> list[str]:
 
 
 def run_with_extra(metadata: Distribution, unpacked: Path, extra: str, code: str) -> str:
-    """Run code with no more than the base requirements and one extra ("" for none); its output."""
+    """Run code with only the base requirements and one extra ("" for none); its output."""
     declared = closure(metadata.requires or [], frozenset({"", extra}))
     script = Path(__file__).with_name("only_declared.py")
     command = [sys.executable, str(script), json.dumps(sorted(declared)), str(unpacked)]
@@ -99,7 +99,7 @@ def run_with_extra(metadata: Distribution, unpacked: Path, extra: str, code: str
     return run.stdout
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_the_three_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
@@ -160,7 +160,7 @@ def test_an_adapter_imports_with_its_own_extra_alone(
         ("llamaindex_specfuse", "llamaindex", "langchain"),
     ],
 )
-def test_an_adapter_without_its_extra_says_what_to_install(
+def test_an_adapter_without_its_extra_names_the_extra(
     metadata: Distribution, unpacked: Path, package: str, extra: str, installed: str
 ) -> None:
     code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(type(error).__name__, error)"

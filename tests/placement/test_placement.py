@@ -1,4 +1,4 @@
-"""Who is placed where: five 7–9 B members on faked hardware from their configurations, and tiny ones for real."""
+"""Placement of members: five of 7–9 B by configuration on simulated hardware, and tiny ones on this machine."""
 
 from __future__ import annotations
 
@@ -73,11 +73,15 @@ def test_the_budget_is_weights_caches_logits_and_ten_percent() -> None:
     [
         ("qwen2.5-7b", 7_615_616_512, 2 * 28 * 4 * 128),
         ("mistral-7b", 7_248_023_552, 2 * 32 * 8 * 128),
-        ("gemma-2-9b", 9_241_705_984, 2 * 42 * 8 * 256),  # tied embeddings once; its windows as whole layers
+        (
+            "gemma-2-9b",
+            9_241_705_984,
+            2 * 42 * 8 * 256,
+        ),  # tied embeddings count once, windows as whole layers
         ("glm-4-9b", 9_399_951_360, 2 * 40 * 2 * 128),
     ],
 )
-def test_sizes_are_those_of_the_published_models(name: str, parameters: int, kv_values: int) -> None:
+def test_sizes_equal_the_published_models_sizes(name: str, parameters: int, kv_values: int) -> None:
     sizes = shape_sizes(name)
     assert (sizes.parameters, sizes.kv_values) == (parameters, kv_values)
     assert sizes.weights("bfloat16", None) == pytest.approx(2 * parameters, rel=1e-6)
@@ -86,9 +90,9 @@ def test_sizes_are_those_of_the_published_models(name: str, parameters: int, kv_
 
 def test_context_is_the_members_own_limit_where_it_has_one() -> None:
     device = planned_devices("80GB")[0]
-    request = Workload(context=16_384)
-    assert five()[0].need(device, None, request).caches == 8192 * 131_072, "more than the model can hold"
-    assert five(max_context=512)[0].need(device, None, request).caches == 512 * 131_072
+    workload = Workload(context=16_384)
+    assert five()[0].need(device, None, workload).caches == 8192 * 131_072, "more than the model can hold"
+    assert five(max_context=512)[0].need(device, None, workload).caches == 512 * 131_072
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_the_number_format_follows_the_device(
 # ── five members of 7 to 9 B ─────────────────────────────────────────────────────────────────────
 
 
-def test_one_80_gb_card_takes_three_members_whole_and_two_in_8_bit() -> None:
+def test_one_80_gb_gpu_fits_three_whole_members_and_two_in_8_bit() -> None:
     plan = on("80GB", five(quantizations=ANY_PRECISION))
     eight = {"llama-3-8b": "8bit", "qwen2.5-7b": None, "mistral-7b": "8bit", "gemma-2-9b": None, "glm-4-9b": None}
     assert precisions(plan) == eight
@@ -177,14 +181,14 @@ def test_one_80_gb_card_is_refused_in_16_bit_with_advice() -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_four_24_gb_cards_take_five_whole_members_two_of_them_in_8_bit() -> None:
+def test_four_24_gb_gpus_fit_five_whole_members_two_of_them_in_8_bit() -> None:
     plan = on("4x24GB", five(quantizations=ANY_PRECISION))
     assert [name for name, chosen in precisions(plan).items() if chosen] == ["llama-3-8b", "qwen2.5-7b"]
     assert set(precisions(plan).values()) == {None, "8bit"}
     assert set(places(plan).values()) == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
 
 
-def test_four_24_gb_cards_take_four_members_whole_and_the_fifth_in_parts() -> None:
+def test_four_24_gb_gpus_fit_four_whole_members_and_the_fifth_in_parts() -> None:
     plan = on("4x24GB", five())
     assert plan.fits
     alone = [place for place in places(plan).values() if "+" not in place]
@@ -210,7 +214,7 @@ def test_one_24_gb_card_is_refused_with_advice(quantizations: tuple[str | None, 
     assert on("24GB", three).fits, "the advice is true"
 
 
-def test_a_card_for_each_member_takes_them_all_in_16_bit() -> None:
+def test_one_gpu_for_each_member_fits_all_in_16_bit() -> None:
     plan = on("5x24GB", five(quantizations=ANY_PRECISION))
     assert set(precisions(plan).values()) == {None}
     assert len(set(places(plan).values())) == 5
@@ -267,12 +271,12 @@ def placed(sizes: list[int], devices: list[Device], **settings: Any) -> list[str
     return list(places(place(specs, devices)).values())
 
 
-def test_members_spread_over_devices_that_are_free() -> None:
+def test_members_are_spread_over_free_devices() -> None:
     assert placed([10, 20, 30], cards(100, 100, 100)) == ["cuda:2", "cuda:1", "cuda:0"]
     assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most memory"
 
 
-def test_members_are_packed_tightly_where_spreading_leaves_one_out() -> None:
+def test_members_are_packed_tightly_if_spreading_leaves_one_out() -> None:
     # spread: 40 → the largest, 30 → the other one, and then nothing fits the last 30
     assert placed([30, 30, 40], cards(46, 70)) == ["cuda:1", "cuda:1", "cuda:0"]
 
@@ -282,18 +286,18 @@ def test_a_chosen_device_is_kept_and_a_missing_one_refused() -> None:
     assert placed([10], devices, device="cuda:1") == ["cuda:1"]
     assert placed([10], devices, device="cuda") == ["cuda:0"]
     assert placed([10], devices, device="cpu") == ["cpu"]
-    assert placed([60], devices, device="cuda:1") == [""], "no other one is taken in its stead"
+    assert placed([60], devices, device="cuda:1") == [""], "it is not replaced by another one"
     with pytest.raises(PlacementError, match=r"no device 'xpu:0'; there are cpu, cuda:0, cuda:1"):
         placed([10], devices, device="xpu:0")
 
 
-def test_main_memory_is_used_only_where_there_is_no_accelerator_or_it_was_asked_for() -> None:
+def test_main_memory_is_used_only_without_an_accelerator_or_if_configured() -> None:
     devices = [Device("cpu", "cpu", 500, 500), *cards(100)]
     assert placed([150], devices) == [""]
     assert placed([150], devices[:1]) == ["cpu"]
     assert placed([150], devices, offload=True) == ["cuda:0+cpu"]
     assert placed([800], devices, offload=True) == ["cuda:0+cpu+disk"]
-    assert placed([50, 40], devices, offload=True) == ["cuda:0", "cuda:0"], "not where they fit"
+    assert placed([50, 40], devices, offload=True) == ["cuda:0", "cuda:0"], "not if they fit"
 
 
 def test_a_member_is_split_over_devices_of_one_kind_only() -> None:
@@ -304,7 +308,7 @@ def test_a_member_is_split_over_devices_of_one_kind_only() -> None:
     assert placed([100, 90], cards(60, 60, 60, 60)) == ["cuda:0+cuda:1", "cuda:2+cuda:3"]
 
 
-def test_quantising_goes_before_splitting_and_no_further_than_needed() -> None:
+def test_members_are_quantised_before_they_are_split_and_only_as_needed() -> None:
     auto = {"quantizations": ANY_PRECISION}
     assert placed([100], cards(60, 60), **auto) == ["cuda:0"]
     plan = place([MemberSpec(str(n), Even(size), **auto) for n, size in enumerate([40, 60, 80])], cards(176))
@@ -326,7 +330,7 @@ def test_equal_sizes_always_give_the_same_plan() -> None:
         ("xpu:16gb,cpu:64GB", [("xpu:0", 16 * 10**9), ("cpu", 64 * 10**9)]),
     ],
 )
-def test_other_hardware_is_described_in_a_word(text: str, expected: list[tuple[str, int]]) -> None:
+def test_other_hardware_is_described_in_a_short_form(text: str, expected: list[tuple[str, int]]) -> None:
     assert [(d.name, d.free) for d in planned_devices(text)] == expected
 
 
@@ -345,7 +349,7 @@ def test_this_machine_has_a_processor_with_free_memory() -> None:
 # ── real members ─────────────────────────────────────────────────────────────────────────────────
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-"""Wide enough for blocks of 64 weights."""
+"""A size wide enough for blocks of 64 weights."""
 
 
 @pytest.fixture(scope="module")
@@ -354,14 +358,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(config: MemberConfig, room: float = 1e12, **facts: bool) -> Plan:
-    """On this machine's processor, of which `facts` are otherwise."""
+    """The plan for this machine's CPU, with `facts` changed."""
     device = replace(find_devices()[0], free=int(room), **facts)
     return plan_ensemble(EnsembleConfig([config]), [device], context=64)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "gpt_oss", "mamba"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_planned_weights_are_those_that_are_loaded(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_planned_weights_equal_loaded_weights(tmp_path: Path, kind: str, dtype: str) -> None:
     shape = WIDE if kind in ("llama", "gemma2") else {}
     config = MemberConfig(str(save_model(kind, metaspace_tokenizer(), tmp_path / kind, **shape)), dtype=dtype)
     report = LocalMember(config).report
@@ -369,7 +373,7 @@ def test_the_planned_weights_are_those_that_are_loaded(tmp_path: Path, kind: str
     assert (report.device, report.dtype, report.quantization) == ("cpu", dtype, None)
 
 
-def test_the_planned_caches_are_those_that_are_made(tiny: Path) -> None:
+def test_planned_caches_equal_allocated_caches(tiny: Path) -> None:
     member = LocalMember(MemberConfig(str(tiny)))
     need = planned(MemberConfig(str(tiny))).assignments[0].need
     assert need.caches == 64 * member.bytes_per_token
@@ -389,7 +393,7 @@ def test_a_quantised_member_answers_and_needs_the_planned_memory(tiny: Path, qua
 
 
 @pytest.mark.slow
-def test_an_8_bit_member_answers_alike_with_its_products_over_pages(tiny: Path) -> None:
+def test_an_8_bit_member_answers_alike_in_paged_execution(tiny: Path) -> None:
     pytest.importorskip("torchao")
     texts, products = [], []
     for execution in ("dynamic", "paged"):
@@ -418,7 +422,7 @@ def test_a_checkpoint_that_is_quantised_is_not_quantised_again(tmp_path: Path) -
         planned(replace(config, quantization="8bit"))
 
 
-def test_layers_wait_on_the_disk_where_that_was_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_offloaded_to_disk_if_configured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MemberConfig(str(tiny), max_context=128)
     params = SamplingParams(max_tokens=12)
     with EnsembleEngine(EnsembleConfig([config])) as engine:

@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Mac of 16 GB with 6 free; the memory that its GPU has allocated can be changed."""
+    """A Mac of 16 GB with 6 GB free; the GPU's allocated memory can be changed."""
     gpu: Any = SimpleNamespace(
         recommended_max_memory=lambda: int(10.7 * GIB),
         driver_allocated_memory=lambda: gpu.held,
@@ -53,7 +53,7 @@ def test_no_member_is_placed_on_mps_by_default(mac: SimpleNamespace) -> None:
     assert [d.name for d in find_devices()] == ["cpu", "mps"]
 
 
-def test_cards_of_other_kinds_are_taken_as_before() -> None:
+def test_gpus_of_other_kinds_are_used_as_before() -> None:
     devices = [Device("cpu", "cpu", 2**40, 2**40), Device("xpu:0", "xpu", 2**40, 2**40)]
     assert place([spec()], devices).of("gemma").place == "xpu:0"
 
@@ -67,7 +67,9 @@ def test_llama_cpp_has_kernels_for_an_apple_gpu(mac: SimpleNamespace, monkeypatc
     assert not planning.offloads(MemberConfig("a.gguf"))
 
 
-def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_restricts_plans_to_the_cpu(
+    mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On hosted runners of macOS torch sees MPS, and each allocation there fails."""
     monkeypatch.setenv(DEVICES_ENV, "cpu")
     monkeypatch.setattr(torch, "get_device_module", lambda device: pytest.fail("the GPU was asked"))
@@ -137,14 +139,14 @@ def test_torchs_unused_memory_on_a_mac_is_free(mac: SimpleNamespace) -> None:
     assert free_memory("mps") == 0
 
 
-def test_answers_of_a_mac_take_from_one_memory() -> None:
+def test_answers_on_a_mac_use_one_memory() -> None:
     assert shared_out({"cpu": 6, "mps": 5}) == {"cpu": 3, "mps": 3}
     assert shared_out({"cpu": 6, "mps": 2}) == {"cpu": 3, "mps": 2}
     alone = {"cpu": 6, "cuda:0": 5, "cuda:1": 4}
     assert shared_out(alone) == alone
 
 
-def test_nothing_is_quantised_by_itself_on_mps() -> None:
+def test_members_on_mps_are_not_quantised_by_default() -> None:
     devices = [Device("mps", "mps", 2**40, 2**40), Device("cpu", "cpu", 2**40, 2**40)]
     roomy = place([spec(device="mps", quantizations=ANY_PRECISION)], devices)
     tight = place([spec(device="mps", quantizations=ANY_PRECISION)], [Device("mps", "mps", 9 * GIB, 9 * GIB)])

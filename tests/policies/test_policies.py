@@ -1,4 +1,4 @@
-"""The decisions of a round, as numbers."""
+"""Scores, elections, feedback and exits of a round, in numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SQUARE = st.integers(2, 5).flatmap(
 
 
 def score(policy: ScorePolicy, logprobs: Sequence[float], sizes: Sequence[int]) -> float:
-    """Of a single candidate that continues."""
+    """The score of a single candidate that continues."""
     return policy([CandidateLogprobs("x" * sum(sizes), False, logprobs, sizes)])[0]
 
 
@@ -68,7 +68,7 @@ def test_per_byte_does_not_favour_long_tokens() -> None:
     assert score(MeanProb("byte"), *long_token) == pytest.approx(score(MeanProb("byte"), *short_tokens))
 
 
-def test_each_setting_of_a_score_makes_the_policy_that_it_names() -> None:
+def test_each_score_setting_gives_the_policy_of_its_name() -> None:
     made = {
         (name, per): EnsembleConfig(["a/b"], score=name, per=per).score_policy()
         for name, choices in PER.items()
@@ -119,16 +119,16 @@ def test_aggregates_do_not_depend_on_the_order_of_members(
     assert all(0 <= s <= 1 + 1e-9 for s in plain)
 
 
-def test_rewards_leave_out_interested_parties() -> None:
+def test_rewards_exclude_the_authors_of_the_compared_drafts() -> None:
     scores = [[1.0, 0.2, 0.1], [0.9, 0.1, 0.3], [0.5, 0.4, 1.0]]
-    # for member 0: rival 1 in the eyes of 2, rival 2 in the eyes of 1; both won
+    # for member 0: rival 1 as scored by 2, rival 2 as scored by 1; member 0 beats both
     assert rewards(scores) == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_a_verifier_has_no_opinion_on_implausible_candidates() -> None:
     babbled = [[0.3, 0.02, 0.0], [0.4, 0.2, 0.0], [1e-9, 1e-7, 0.9]]
-    assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the babbler decides between the others
-    assert rewards(babbled, 1000) == pytest.approx([1.0, 0.5, 0.0])  # the rival does, as without it:
+    assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the member with noise decides between the others
+    assert rewards(babbled, 1000) == pytest.approx([1.0, 0.5, 0.0])  # the rival decides, as without it
     assert rewards([row[:2] for row in babbled[:2]]) == pytest.approx([1.0, 0.0])
 
 
@@ -155,7 +155,7 @@ def test_schedules() -> None:
     st.sampled_from(["entropy", "fixed"]),
     st.integers(1, 4),
 )
-def test_the_best_members_never_leave(totals: list[float], t: int, temperature: str, min_active: int) -> None:
+def test_the_best_members_never_exit(totals: list[float], t: int, temperature: str, min_active: int) -> None:
     decision = RetentionExit(temperature, min_active=min_active)(totals, t)
     assert sum(decision.retention) == pytest.approx(1)
     stay = [q for i, q in enumerate(totals) if i not in decision.leavers]
@@ -166,7 +166,7 @@ def test_the_best_members_never_leave(totals: list[float], t: int, temperature: 
     assert decision.retention == one.retention
 
 
-def test_a_hopeless_member_leaves_and_a_close_one_stays() -> None:
+def test_a_hopeless_member_exits_and_a_close_one_stays() -> None:
     decision = RetentionExit()([5.0, 4.8, 0.1], 8)
     assert decision.leavers == (2,)
     assert policies.never([5.0, 0.1], 8).leavers == ()
@@ -187,7 +187,7 @@ def test_the_entropy_exit_sees_only_ratios_of_scores(means: list[float], t: int,
     assert scaled.retention == pytest.approx(decide(totals, t).retention, abs=1e-9)
 
 
-def test_the_entropy_exit_lets_a_weaker_member_go_once_it_was_weaker_for_long() -> None:
+def test_the_entropy_exit_removes_a_member_that_was_weaker_for_long() -> None:
     decide, means = RetentionExit(), (0.30, 0.20)
     assert [decide([t * mean for mean in means], t).leavers for t in (1, 4, 16, 64)] == [(), (), (1,), (1,)]
 

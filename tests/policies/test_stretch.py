@@ -1,4 +1,4 @@
-"""Candidates compared over equal stretches: with numbers worked out by hand, and against every possible rival."""
+"""Candidates compared over equal stretches: with numbers computed by hand, and against every possible rival."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def elect(
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_candidate_is_judged_by_what_all_of_them_cover() -> None:
+def test_candidates_are_scored_on_the_text_that_all_of_them_cover() -> None:
     short, long = candidate((" The", 0.2)), candidate((" A", 0.25), (" comet", 0.5), (" tart", 0.01))
     assert Stretch()([short, long]) == pytest.approx([0.2, 0.125])
     assert MeanLogprob("text")([short, long]) == pytest.approx([0.2, 0.00125])
@@ -79,7 +79,7 @@ def test_an_encoding_that_reaches_back_into_the_answer_is_aligned_at_its_end() -
     assert Stretch("byte")([joined, candidate(("e", 0.3))]) == pytest.approx([0.5 ** (4 / 5), 0.3])
 
 
-def test_ending_and_continuing_are_outcomes_of_one_event_for_any_text_after() -> None:
+def test_ending_and_continuing_are_outcomes_of_one_event_for_any_further_text() -> None:
     ends = candidate((" Paris", 0.5), end=0.4)
     for what_follows in ([(",", 0.9)], [(",", 1e-9), (" the", 1e-9), (" capital", 1e-9)]):
         continues = candidate((" Paris", 0.5), *what_follows)
@@ -89,12 +89,12 @@ def test_ending_and_continuing_are_outcomes_of_one_event_for_any_text_after() ->
     assert elect([surer, candidate((" Paris", 0.5), (",", 0.99))]).winner == 0
 
 
-def test_equal_texts_of_which_one_ends_differ_by_the_end_alone() -> None:
+def test_equal_texts_of_which_one_ends_differ_only_by_the_end() -> None:
     pair = candidate((" Yes", 0.5), end=0.3), candidate((" Yes", 0.5))
     assert Stretch()(pair) == pytest.approx([0.15, 0.35])
 
 
-def test_the_end_of_a_candidate_beyond_the_stretch_is_not_asked_about() -> None:
+def test_the_end_of_a_candidate_beyond_the_stretch_is_not_scored() -> None:
     pair = candidate((" No", 0.2)), candidate((" Yes", 0.5), (".", 0.9), end=1e-6)
     assert Stretch()(pair) == pytest.approx([0.2, 0.5])
 
@@ -109,7 +109,7 @@ def test_answers_that_all_end_are_compared_whole() -> None:
     assert Stretch("byte")([tart, unfinished]) == pytest.approx([0.2, 0.3 * 0.1 ** (1 / 4)]), "one continues"
 
 
-def test_a_rival_that_continues_does_not_hide_how_answers_end() -> None:
+def test_a_rival_that_continues_does_not_hide_the_ends_of_answers() -> None:
     tart = candidate((" A", 0.5), (" tart", 0.5), end=0.8)
     fox = candidate((" The", 0.9), (" red", 0.9), (" fox", 0.1), end=0.9)
     row = [tart, fox, candidate((" Or", 0.1), (" a", 0.1))]
@@ -120,17 +120,17 @@ def test_a_rival_that_continues_does_not_hide_how_answers_end() -> None:
     assert elect([tart, fox, likelier]).winner == 2
 
 
-def test_a_whole_answer_that_continues_another_one_does_not_lose_by_its_length() -> None:
+def test_a_whole_answer_that_extends_another_one_does_not_lose_by_its_length() -> None:
     tart = candidate((" The", 0.5), (" tart", 0.5), end=0.3)
-    reported = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
-    assert Stretch()([tart, reported]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
+    answer = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
+    assert Stretch()([tart, answer]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
     longer = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sour", 0.3), end=0.9)
-    row = [tart, reported, longer]
+    row = [tart, answer, longer]
     assert Stretch()(row) == pytest.approx([0.075, 0.175, 0.175])
     assert row[elect(row).winner] is longer, "the ones that continue are then compared, whole"
 
 
-def test_no_candidate_loses_because_a_third_one_was_short() -> None:
+def test_a_short_third_candidate_makes_no_other_candidate_lose() -> None:
     tart, fox = (
         candidate((" A", 0.4), (" tart", 0.5), (" is", 0.9)),
         candidate((" The", 0.5), (" red", 0.1), (" fox", 0.1)),
@@ -186,14 +186,14 @@ def test_one_expected_continuation_is_enough() -> None:
             assert row[elect(row).winner] is (winner or tart)
 
 
-def test_candidates_that_a_short_beginning_leaves_open_are_compared_without_it() -> None:
+def test_candidates_that_share_a_short_beginning_are_compared_without_it() -> None:
     start = candidate((" The", 0.6))
     fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.6))
     rival = candidate((" A", 0.3), (" tart", 0.9))
     for row in ([start, fox, tart, rival], [rival, tart, start, fox]):
         assert row[elect(row).winner] is tart
     barely = [candidate(end=0.1), candidate(("b", 0.6)), candidate(("b", 0.6), ("a", 0.5)), candidate(("a", 0.3))]
-    assert elect(barely).winner == 2, "what was not compared yet gives way to nothing"
+    assert elect(barely).winner == 2, "a text that was not compared yet is not replaced"
     start, fox = candidate((" The", 0.6)), candidate((" The", 0.6), (" fox", 0.8), (" ran", 0.9))
     ends = candidate((" The", 0.6), (" fox", 0.8), end=0.7)
     row = [start, ends, fox]
@@ -220,7 +220,7 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
 
 
 def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
-    """Two weak ones find each other's draft plausible, and the strong one's draft implausible."""
+    """The two weak members find each other's draft plausible, and the strong member's draft implausible."""
 
     def row(guess: float, second: float, fact: float) -> list[CandidateLogprobs]:
         return [candidate((" guess", guess)), candidate((" other", second)), candidate((" known", fact))]
@@ -228,14 +228,14 @@ def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
     rows = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-5, 1e-5, 0.6)]
     seconded = policies.SecondedMean()
     assert elect(*rows, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2
-    assert elect(*rows, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0, "half is not most"
+    assert elect(*rows, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0, "half is no majority"
     events = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-3, 1e-5, 0.6)]
     assert elect(*events, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2, "its own draft counts in full"
     assert elect(*events, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
 
 
-def test_a_member_that_babbles_changes_nothing() -> None:
-    """Of two that disagree, the one with the higher mean wins, with or without a third member that babbles."""
+def test_a_member_that_produces_noise_changes_nothing() -> None:
+    """Of two that disagree, the one with the higher mean wins, with or without a third member that produces noise."""
     war = [candidate((" 1756", 0.06), end=0.9), candidate((" six", 0.002), (" years", 0.9), end=0.9)]
     years = [candidate((" 1756", 1e-8), end=0.9), candidate((" six", 0.05), (" years", 0.9), end=0.9)]
     babbler = [candidate((" 1756", 1e-9), end=0.1), candidate((" six", 1e-9), (" years", 0.9), end=0.1)]
@@ -250,12 +250,14 @@ def test_a_member_that_babbles_changes_nothing() -> None:
     assert uneven.winner == elect(war, years, weights=[1 / 6, 5 / 6]).winner == 1
     received = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
     understood = [*three[:2], [babbler[0], received, nonsense[2]]]
-    assert elect(*understood, aggregate=policies.SecondedMean()).winner == 1, "a candidate of one member needs a second"
+    assert elect(*understood, aggregate=policies.SecondedMean()).winner == 1, (
+        "a candidate of one member needs support from another"
+    )
     strangers = [[candidate((" a", p)), candidate((" b", q))] for p, q in ((0.9, 1e-9), (1e-9, 0.8))]
-    assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "who are all the insiders there are"
+    assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "they are all insiders"
 
 
-def test_nonsense_is_no_way_out_of_a_repetition_loop() -> None:
+def test_noise_does_not_end_a_repetition_loop() -> None:
     def row(circle: float, sense: float, nonsense: float) -> list[CandidateLogprobs]:
         return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
 
@@ -264,7 +266,7 @@ def test_nonsense_is_no_way_out_of_a_repetition_loop() -> None:
     assert elect(*rows, barred=[0], aggregate=seconded).winner == 1
     assert elect(*rows, barred=[0, 1], aggregate=seconded).winner == 0, "else the repetition loop continues, and ends"
     pair = [[row[0], row[2]] for row in rows[:2]]
-    assert elect(*pair, barred=[0], aggregate=seconded).winner == 1, "of two, each is the other's only way out"
+    assert elect(*pair, barred=[0], aggregate=seconded).winner == 1, "of two, each is the only alternative of the other"
 
 
 def test_a_verifier_to_which_a_candidate_is_invisible_has_no_opinion_on_it() -> None:
@@ -298,7 +300,7 @@ def next_token(seed: int, vocabulary: Sequence[str], sharpness: float, before: S
 
 @dataclass(frozen=True)
 class Verifier:
-    """A language model over `TOKENS`, whose probabilities hang on all tokens before, and its encoding of texts."""
+    """A language model over `TOKENS`, whose probabilities depend on all earlier tokens, and its encoding of texts."""
 
     seed: int
     vocabulary: tuple[str, ...]
@@ -354,9 +356,9 @@ def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_o
 
 
 def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts that differ within the stretch that these cover: in text, or in whether they end.
+    """The drafts that differ within their stretch, in text or in whether they end.
 
-    Where all end, whole texts are covered, except for a continuation of a shorter text.
+    If all end, the stretch covers whole texts, except for a continuation of a shorter text.
     """
     cut = max if all(ends for _, ends in drafts) else min
     border = cut(len(text) for text, _ in drafts)
@@ -374,11 +376,11 @@ def weighted(verifiers: Sequence[Verifier], weights: Sequence[float], draft: Dra
 
 
 def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier], weights: Sequence[float]) -> bool:
-    """Whether the draft wins among `drafts`, or a continuation of it where it does not end.
+    """Whether the draft wins among `drafts`, or, if it does not end, a continuation of it.
 
-    Not asked of beginnings that a verifier encodes in other tokens than the draft's own: to it they exclude each other.
-    Nor where what agrees with the draft over the stretch has another token than it across the border: to that verifier
-    they differ, to others they do not.
+    Two cases are excluded. Drafts whose beginning a verifier encodes in other tokens than the draft's: for this
+    verifier they are alternatives. And drafts that equal the draft over the stretch but have another token across its
+    border: for one verifier they differ, for others they do not.
     """
     drafts = [d for d in drafts if d == draft or d[1] or all(_joins(v, d[0], draft[0]) for v in verifiers)]
     score = Stretch()
@@ -393,10 +395,10 @@ def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier
 
 def _across(verifier: Verifier, text: str, border: int) -> str:
     """The text of the tokens that begin within the border."""
-    reply = ""
+    covered = ""
     for token in verifier.encode(text):
-        reply += token if len(reply) < border else ""
-    return reply
+        covered += token if len(covered) < border else ""
+    return covered
 
 
 def _joins(verifier: Verifier, text: str, longer: str) -> bool:
@@ -427,7 +429,7 @@ def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals() -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(VERIFIERS, DRAFTS, st.sampled_from(["token", "byte"]), st.data())
-def test_the_winner_does_not_hang_on_the_order_of_candidates(
+def test_the_winner_does_not_depend_on_the_order_of_candidates(
     verifiers: list[Verifier], drafts: list[Draft], per: str, data: st.DataObject
 ) -> None:
     score, moved = Stretch(per), data.draw(st.permutations(drafts))
@@ -452,7 +454,7 @@ class Outsiders:
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (0, 1), ()], ids=["all verifiers", "all drafters", "none"])
-def test_outsiders_without_whom_no_voter_or_no_candidate_is_left_stay(numbers: tuple[int, ...]) -> None:
+def test_outsiders_stay_if_no_voter_or_candidate_would_remain(numbers: tuple[int, ...]) -> None:
     row = [candidate(("A", 0.2)), candidate(("B", 0.6))]
     result = elections.elect([row] * 3, [[0], [1]], aggregate=Outsiders(*numbers))
     assert (result.winner, result.votes) == (1, pytest.approx([0.2, 0.6]))
@@ -464,8 +466,8 @@ def test_outsiders_are_neither_candidates_nor_voters() -> None:
     assert (result.winner, result.votes) == (0, pytest.approx([0.2, 0.0]))
 
 
-def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
-    """The verifier's opinion of text outside the grammar makes its vote no smaller."""
+def test_each_verifier_divides_one_vote_among_whole_values() -> None:
+    """The verifier's probability of text outside the grammar does not reduce its vote."""
     strong = [candidate(("A", 0.2)), candidate(("B", 0.03))]
     weak = [candidate(("A", 0.1)), candidate(("B", 0.5))]
     rows, drafters = [strong, weak], [[0], [1]]

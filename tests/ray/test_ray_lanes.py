@@ -1,4 +1,4 @@
-"""Members on the nodes of a Ray cluster give the answers that they give here, and a node may die."""
+"""Members on the nodes of a Ray cluster give the same answers as local ones; a node can die."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.whole_answers import ASKED, everything
 ray = pytest.importorskip("ray", reason='needs the extra "ray"')
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Ray leaves sockets and files to the garbage collector
+    pytest.mark.filterwarnings("ignore"),  # Ray's sockets and files are closed by the garbage collector
 ]
 NODES = ("left", "right")
 
@@ -47,7 +47,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
-    """Without guesses: the leader depends on the lanes that members share, and its savings are counted."""
+    """An engine without speculation, since the leader depends on the lanes that members share."""
     with EnsembleEngine(on_ray(replace(tiny_engine.config, speculation="off"), cluster)) as engine:
         yield engine.load()
 
@@ -68,7 +68,7 @@ def test_members_on_other_nodes_give_the_same_answers(tiny_engine: EnsembleEngin
 
 
 def test_a_cancelled_answer_frees_the_caches_of_other_nodes(apart: EnsembleEngine) -> None:
-    stream = apart.stream("Go on for ever", SamplingParams(max_tokens=400))
+    stream = apart.stream("Never stop", SamplingParams(max_tokens=400))
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]
     _until(lambda: not apart.metrics().running)
@@ -93,7 +93,7 @@ def test_a_model_larger_than_any_node_is_refused_before_it_is_read(cluster: Any,
         engine.load()
 
 
-def test_needs_are_those_stated_and_else_the_models() -> None:
+def test_resources_are_the_configured_ones_or_follow_from_the_model() -> None:
     from specfuse_shared.members.ray import needs_of
 
     member, gib = MemberConfig("a"), 2**30
@@ -107,14 +107,14 @@ def test_needs_are_those_stated_and_else_the_models() -> None:
     assert needs_of(member, lambda config: None, cards=False) == {"CPU": 1}
     requests.clear()
     assert needs_of(member, memory_of, cards=True) == {"CPU": 1, "GPU": 1}
-    assert not requests, "a model on a card is not looked at"
+    assert not requests, "a model on a GPU is not checked"
     assert needs_of(replace(member, device="cpu"), memory_of, cards=True) == {"CPU": 1, "memory": gib}
     stated = replace(member, resources={"GPU": 0.5, "CPU": 4, "big": 1})
     assert needs_of(stated, memory_of, cards=False) == {"CPU": 4, "GPU": 0.5, "big": 1}
     assert needs_of(replace(member, resources={"GPU": 0}), memory_of, cards=True) == {"CPU": 1, "GPU": 0, "memory": gib}
 
 
-def test_a_place_that_others_hold_is_not_waited_for_without_end(
+def test_the_wait_for_an_occupied_slot_is_limited(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.ray._SECONDS_TO_START", 2.0)
@@ -126,7 +126,7 @@ def test_a_place_that_others_hold_is_not_waited_for_without_end(
     assert not apart.generate("Still there?", SamplingParams(max_tokens=10)).warnings
 
 
-def test_a_model_that_cannot_be_loaded_there_is_refused_as_it_is_here(cluster: Any) -> None:
+def test_a_model_that_cannot_be_loaded_on_a_node_is_refused_as_locally(cluster: Any) -> None:
     missing = MemberConfig("/no/such/model")
     with (
         EnsembleEngine([missing], runtime="ray", ray_address=cluster.address) as engine,
@@ -139,7 +139,7 @@ def test_an_actor_that_raises_an_unpicklable_error_is_restarted(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine
 ) -> None:
     lane = next(lane for lane in apart._assembly.lanes if lane.members[0].name == "base")
-    stream = apart.stream("Go on", SamplingParams(max_tokens=200, ignore_eos=True))
+    stream = apart.stream("Continue", SamplingParams(max_tokens=200, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     lane._connection.send(_poison())  # type: ignore[attr-defined]
     rest = list(stream)
@@ -152,7 +152,7 @@ def test_an_actor_that_raises_an_unpicklable_error_is_restarted(
 
 
 def _poison() -> Any:
-    """A message whose reader raises an error that no pipe can carry; its classes travel by value."""
+    """A message whose reader raises an error that cannot be pickled; its classes are pickled by value."""
 
     class OddError(Exception):
         def __init__(self) -> None:
@@ -174,7 +174,7 @@ def test_a_member_whose_process_is_stopped_misses_rounds_and_returns(
     apart.config = replace(usual, round_seconds=0.5, round_grace=0.1, late_rounds=1000)
     actor = next(process for process in psutil.process_iter(["name"]) if "ray::MemberAct" in process.info["name"])
     try:
-        stream = apart.stream("Go on for ever", params)
+        stream = apart.stream("Never stop", params)
         events = (event for event in stream if isinstance(event, SegmentEvent | FinishEvent))
         next(events)
         actor.suspend()
@@ -186,18 +186,18 @@ def test_a_member_whose_process_is_stopped_misses_rounds_and_returns(
         assert isinstance(end, FinishEvent)
         rounds = end.result.rounds
         assert len(late.record.absent) == 1
-        assert len(rounds[-1].present) == 2, "it came back"
+        assert len(rounds[-1].present) == 2, "the member returned"
         members = local_members(tiny_engine)
-        assert_equals_naive_with_absences(apart.config, members, "Go on for ever", params, end.result)
+        assert_equals_naive_with_absences(apart.config, members, "Never stop", params, end.result)
     finally:
         apart.config = usual
 
 
-def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
+def test_a_dead_node_removes_its_member_and_another_node_restores_it(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
 ) -> None:
     questions = [f"How do the tides follow the moon, {number}?" for number in range(20)]
-    params = SamplingParams(max_tokens=1000, ignore_eos=True)  # Ray takes seconds to see it
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)  # Ray needs seconds to detect it
     outputs: list[str] = ["" for _ in questions]
     ends: list[FinishEvent | None] = [None for _ in questions]
     warned: list[list[str]] = [[] for _ in questions]
@@ -218,12 +218,12 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     cluster.remove_node(cluster.nodes_by_name[NODES[1]], allow_graceful=False)
     for thread in threads:
         thread.join(120)
-    assert not any(thread.is_alive() for thread in threads), "nothing hangs"
+    assert not any(thread.is_alive() for thread in threads), "no request hangs"
     for text, end, lost in zip(outputs, ends, warned, strict=True):
         assert end is not None
         assert end.result.text == text
         assert lost == ["base"]
-        assert end.result.rounds[-1].active in (("chat",), ("chat", "base")), "it may have left in the last round"
+        assert end.result.rounds[-1].active in (("chat",), ("chat", "base")), "it may have exited in the last round"
     assert any(end is not None and end.result.rounds[-1].active == ("chat",) for end in ends)
     without = apart.generate("Still there?", SamplingParams(max_tokens=10))
     assert [fault.member for fault in without.warnings] == ["base"]
@@ -233,7 +233,7 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     assert everything(result)["text"] == tiny_engine.generate(*ASKED[0]).text
 
 
-def test_memory_is_back_after_close(tiny_engine: EnsembleEngine, cluster: Any) -> None:
+def test_memory_is_freed_after_close(tiny_engine: EnsembleEngine, cluster: Any) -> None:
     before = _actors()
     config = on_ray(tiny_engine.config, cluster)
     members = [replace(member, resources={}) for member in config.member_configs[:1]]

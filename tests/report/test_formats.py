@@ -1,4 +1,4 @@
-"""Scores as people read them."""
+"""The format of scores."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ from specfuse_shared.report.html import number
         (3e-9, "3e-09"),
     ],
 )
-def test_a_small_score_is_not_shown_as_none(value: float | None, expected: str) -> None:
+def test_a_small_score_is_not_shown_as_zero(value: float | None, expected: str) -> None:
     assert number(value) == expected

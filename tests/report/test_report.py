@@ -130,14 +130,14 @@ def test_text_stays_exactly_the_text(segments: list[str]) -> None:
     assert output.texts("seg") == segments
 
 
-def test_nul_which_html_cannot_hold_becomes_the_replacement_character() -> None:
+def test_nul_becomes_the_replacement_character() -> None:
     assert page(explained([("alpha", "a\0b")])).texts("answer") == ["a\ufffdb"]
 
 
 HOSTILE = "<script>alert('x')</script>\"'></style>"
 
 
-def test_nothing_that_a_model_or_a_name_says_becomes_markup() -> None:
+def test_text_of_models_and_names_never_becomes_markup() -> None:
     leaving = {1: [MemberExit(f"b{HOSTILE}", 1, "fault")]}
     result = explained([(HOSTILE, HOSTILE)], (HOSTILE, f"b{HOSTILE}"), leaving=leaving, stop_sequence=HOSTILE)
     output = page(result, HOSTILE)
@@ -180,11 +180,11 @@ def test_a_card_lists_the_winner_first_and_its_rivals_by_score() -> None:
     assert "Retention 1 0.250 2 0.500 3 0.250" in card
 
 
-def test_a_card_says_which_candidate_repeats() -> None:
+def test_a_card_marks_the_candidate_that_repeats() -> None:
     result = explained(TIDES, ("alpha", "beta", "gamma"))
     winner, rival, third = result.rounds[1].candidates
-    reported = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), third))
-    before, card, after = cards(replace(result, rounds=(result.rounds[0], reported, *result.rounds[2:])))
+    record = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), third))
+    before, card, after = cards(replace(result, rounds=(result.rounds[0], record, *result.rounds[2:])))
     assert card.count("7 tokens, repeats what was said 0.000") == 1
     assert "repeats" not in before + after
 
@@ -208,7 +208,7 @@ def test_a_round_without_votes_gives_the_reason(
     assert "Retention" not in card
 
 
-def test_the_savings_of_guesses_are_reported() -> None:
+def test_the_savings_of_speculation_are_reported() -> None:
     plain = explained([("alpha", "Yes.")])
     alpha = replace(plain.usage.members["alpha"], forwards=13, answer=20, guessed=9, accepted=5)
     usage = replace(plain.usage, members={**plain.usage.members, "alpha": alpha})
@@ -247,7 +247,7 @@ def test_one_member_alone_has_no_matrix_weights_or_retention() -> None:
     ]
 
 
-def test_an_empty_answer_says_so() -> None:
+def test_an_empty_answer_is_reported() -> None:
     ended = explained([("alpha", "")])
     assert page(ended).texts("answer") == [""]
     assert "The answer is empty." in ended.to_html()
@@ -257,7 +257,7 @@ def test_an_empty_answer_says_so() -> None:
     assert output.texts("card") == output.texts("figure") == []
 
 
-def test_two_hundred_rounds_are_all_there_under_few_tick_labels() -> None:
+def test_two_hundred_rounds_are_drawn_with_few_tick_labels() -> None:
     result = explained([(("alpha", "beta")[i % 3 > 0], f" word{i}") for i in range(200)])
     output = page(result)
     assert output.texts("answer") == [result.text]
@@ -315,14 +315,14 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
         ({"seed": 7}, "3 verified, seed 7"),
     ],
 )
-def test_the_facts_say_how_the_answer_ended(changes: dict[str, object], message: str) -> None:
+def test_the_facts_have_the_finish_reason(changes: dict[str, object], message: str) -> None:
     assert message in words(page(explained(TIDES, **changes)).texts("facts")[0])
 
 
 # ── one file, one element ────────────────────────────────────────────────────────────────────────
 
 
-def test_the_file_needs_nothing_from_outside() -> None:
+def test_the_file_loads_nothing_from_outside() -> None:
     html = explained(TIDES).to_html("Why?")
     assert html.startswith("<!doctype html>")
     output = Page(html)
@@ -331,10 +331,10 @@ def test_the_file_needs_nothing_from_outside() -> None:
     assert not output.attributes("src")
     assert not output.attributes("href")
     assert output.texts("title")[0] == "Why? · SpecFuse report"
-    assert "default-src 'none'" in html, "nor may anything from outside be loaded"
+    assert "default-src 'none'" in html, "nothing from outside can be loaded either"
 
 
-def test_a_notebook_gets_one_element_whose_style_names_only_it() -> None:
+def test_a_notebook_gets_one_element_with_scoped_styles() -> None:
     html = explained(TIDES)._repr_html_()
     assert html == fragment(explained(TIDES))
     assert html.startswith('<section class="specfuse-report">')
@@ -346,7 +346,7 @@ def test_a_notebook_gets_one_element_whose_style_names_only_it() -> None:
     assert {rule.strip()[:39] for rule in outside.split(";")} == {":is(.specfuse-report, #specfuse-report)", ""}
 
 
-def test_reports_of_two_answers_keep_their_choices_apart() -> None:
+def test_reports_of_two_answers_have_separate_selections() -> None:
     one, second = (set(page(explained(TIDES, seed=seed)).attributes("name")) for seed in (1, 2))
     assert one & second == {"viewport", "generator"}
 
@@ -372,7 +372,7 @@ def test_differences_are_listed_with_each_members_words() -> None:
     assert page(explained([("alpha", " one")], ("alpha",))).texts("differences") == []
 
 
-def test_differences_beyond_the_first_are_folded_away_and_the_least_left_out() -> None:
+def test_further_differences_are_collapsed_and_the_least_important_left_out() -> None:
     rounds = [(f" same w{n}", {"beta": f" same x{n}"}) for n in range(MAX_DIFFERENCES + 3)]
     output = page(differing(rounds, {"alpha": 0.75, "beta": 0.25}))
     assert [text.count("beta") for text in output.texts("differences")] == [SHOWN, MAX_DIFFERENCES - SHOWN]

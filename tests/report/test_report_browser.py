@@ -125,7 +125,7 @@ STYLES = """() => [...document.querySelectorAll("body > :not(.output), body > :n
   .map(e => Object.fromEntries([...getComputedStyle(e)].map(name => [name, getComputedStyle(e)[name]])))"""
 
 
-def test_a_notebook_and_the_report_in_it_leave_each_others_style_alone(opened: Callable[..., Page]) -> None:
+def test_a_notebook_and_its_report_do_not_change_each_others_style(opened: Callable[..., Page]) -> None:
     without, with_report = (opened(NOTEBOOK.format(html)) for html in ("", fragment(TIDES)))
     before, after = without.evaluate(STYLES), with_report.evaluate(STYLES)
     assert len(before) == len(after) > 8
@@ -137,13 +137,13 @@ def test_a_notebook_and_the_report_in_it_leave_each_others_style_alone(opened: C
         assert styles[0] == styles[1]
 
 
-def test_a_notebooks_own_theme_comes_before_the_systems(opened: Callable[..., Page]) -> None:
+def test_a_notebooks_theme_precedes_the_systems(opened: Callable[..., Page]) -> None:
     html = f'<body data-jp-theme-light="false">{fragment(TIDES)}</body>'
     report = opened(html, color_scheme="light").locator(".specfuse-report")
     assert report.evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(18, 22, 28)"
 
 
-def test_two_reports_on_a_page_keep_their_own_choice(opened: Callable[..., Page]) -> None:
+def test_two_reports_on_a_page_have_separate_selections(opened: Callable[..., Page]) -> None:
     page = opened(fragment(TIDES) + fragment(explained(TURNS, MEMBERS)))
     page.locator(".s3").nth(0).click()
     page.locator(".s5").nth(1).click()

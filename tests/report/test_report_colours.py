@@ -34,14 +34,14 @@ LINEAR = torch.where(COLOURS <= 0.04045, COLOURS / 12.92, ((COLOURS + 0.055) / 1
 @pytest.mark.parametrize("sight", SIGHT)
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_member_colours_differ_in_every_kind_of_colour_vision(theme: int, sight: str) -> None:
-    recorded = (LINEAR[:, theme] @ torch.tensor(SIGHT[sight]).float().T).clamp(0, 1)
-    lab = (recorded @ torch.tensor(TO_LMS).T) ** (1 / 3) @ torch.tensor(TO_OKLAB).T
+    simulated = (LINEAR[:, theme] @ torch.tensor(SIGHT[sight]).float().T).clamp(0, 1)
+    lab = (simulated @ torch.tensor(TO_LMS).T) ** (1 / 3) @ torch.tensor(TO_OKLAB).T
     assert len(lab) == 6
     assert torch.pdist(lab).min() > 0.11  # 0.02 is just noticeable
 
 
 @pytest.mark.parametrize(("theme", "paper"), [(0, 1.0), (1, 0.0078)], ids=["light", "dark"])
-def test_member_colours_stand_out_from_the_paper(theme: int, paper: float) -> None:
+def test_member_colours_contrast_with_the_paper(theme: int, paper: float) -> None:
     """`paper`: relative luminance of #fff and #12161c."""
     luminance = LINEAR[:, theme] @ torch.tensor(LUMINANCE)
     contrast = (luminance.clamp(min=paper) + 0.05) / (luminance.clamp(max=paper) + 0.05)

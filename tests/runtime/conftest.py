@@ -1,4 +1,4 @@
-"""A member of the tiny engine, and a second runner for it that captures its steps."""
+"""A member of the tiny engine, and a second runner for it with captured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled layers give what the layers give, and one compilation serves all layers and numbers of tokens."""
+"""Compiled layers give the same results, and one compilation serves all layers and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 @pytest.fixture(autouse=True)
 def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Members on the processor compile their layers."""
+    """Make members on the CPU compile their layers."""
     monkeypatch.setattr(member, "uses_kernel", lambda device: True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
     yield

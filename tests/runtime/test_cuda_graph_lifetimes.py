@@ -1,5 +1,5 @@
-"""Errors of a driver over the life of a member's graphs: a graph that is freed alone, a stream with two users, a
-thread that waits in between, and numbers that drift. All run on the replacement for CUDA graphs."""
+"""Driver errors over the life of a member's graphs: a graph freed alone, a stream with two users, a thread that waits
+during a capture, and results that drift. All tests use the replacement for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain_of(runner: ModelRunner) -> ModelRunner:
 
 @pytest.fixture
 def streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members on the processor have streams, as on a card."""
+    """Give members on the CPU streams, as on a GPU."""
     for module in (probe, model_runner):
         monkeypatch.setattr(module, "ModelStream", lambda device: ModelStream(CUDA), raising=False)
 
@@ -45,7 +45,7 @@ def streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def test_no_graph_outlives_buffers_that_become_too_small(
+def test_graphs_are_dropped_with_buffers_that_become_too_small(
     driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_steps, "_MOST_PAGES", 4)
@@ -62,7 +62,7 @@ def test_no_graph_outlives_buffers_that_become_too_small(
 
 
 @torch.inference_mode()
-def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
+def test_a_capture_with_wrong_results_does_not_free_the_workspace(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plain_of(runner)
@@ -107,7 +107,7 @@ def test_out_of_memory_drops_prefixes_before_the_steps_of_a_member(driver: Drive
 
 
 def test_six_members_have_separate_streams(streams: None, driver: Driver, tiny_engine: EnsembleEngine) -> None:
-    """Streams of probes, too: torch has 32, and hands them out cyclically."""
+    """This includes the streams of probes: torch has 32 and assigns them cyclically."""
     folders = [config.model for config in tiny_engine.config.member_configs]
     made: list[LocalMember] = []
     for number in range(6):
@@ -123,12 +123,12 @@ def test_six_members_have_separate_streams(streams: None, driver: Driver, tiny_e
     assert next(driver._streams[0]) <= 12, "no more than two a member were made"
 
 
-def test_without_a_stream_of_its_own_a_member_captures_nothing(driver: Driver) -> None:
+def test_a_member_without_a_separate_stream_captures_nothing(driver: Driver) -> None:
     taken = [ModelStream(CUDA) for _ in range(64)]
     assert all(stream._stream is not None for stream in taken)
     late = ModelStream(CUDA)
     assert late._stream is None
-    with late.entered():  # works on the default stream
+    with late.entered():  # this member works on the default stream
         pass
     graphs = Graphs(torch.device("cpu"), "late")
     assert graphs.capture(lambda: None, torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)) is None
@@ -202,7 +202,7 @@ def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
 
 
 @torch.inference_mode()
-def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
+def test_a_replay_that_differs_from_a_run_is_not_used_again(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(packed_steps, "_FIRST_CHECK", 8)
@@ -241,7 +241,7 @@ def lane_members(streams: None, tiny_engine: EnsembleEngine) -> Iterator[list[Lo
 def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
     driver: Driver, lane_members: list[LocalMember], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host does not wait for it: a clock that stops when all is queued would measure nothing."""
+    """The host does not wait for the device, so a clock on the host would stop when the work is queued."""
     driver.a_replay = 5.0
     reported: list[float] = []
     settings = replace(tiny_engine.config, execution="paged", speculation="off")
@@ -251,7 +251,7 @@ def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
     events = answer.events()
     for _ in range(4):
         next(events)
-    assert not reported, "the device is not through yet"
+    assert not reported, "the device has not finished"
     driver.lags = False
     for _ in events:
         pass
@@ -287,20 +287,20 @@ def test_greedy_choices_read_from_the_device_once_a_forward_pass(
     monkeypatch.setattr(Sampler, "pick", lambda self, *args: picks.append(1) or pick(self, *args))  # type: ignore[func-returns-value]
     with EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine:
         results = [answer_of(result) for result in engine.generate_batch(questions, params)]
-        request = len(picks)
+        count = len(picks)
         picks.clear()
         for each in local_members(engine):
             each.runner.reports_argmax = True
         assert [answer_of(result) for result in engine.generate_batch(questions, params)] == results == expected
-    assert request > 150
-    assert len(picks) < 0.15 * request, "only where the most probable token is forbidden, or a draft is reused"
+    assert count > 150
+    assert len(picks) < 0.15 * count, "only where the most probable token is forbidden, or a draft is reused"
 
 
 @pytest.mark.parametrize("execution", ["dynamic", "paged"])
-def test_all_answers_choose_together_by_any_rule_and_grammar(
+def test_tokens_of_all_answers_are_chosen_together_for_any_rule_and_grammar(
     tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: none waits for its own token, and each has the token that it has on a processor."""
+    """As on a GPU: no answer waits for its own token, and each has the same token as on a CPU."""
     prompts = requests(10)
     questions, params = [question for question, _ in prompts], [each for _, each in prompts]
     words = Grammar.regex("([a-f]{2,5} ){3,8}")
@@ -323,8 +323,8 @@ def test_all_answers_choose_together_by_any_rule_and_grammar(
     assert max(batches) > 3
 
 
-def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent says which slots are seen, a byte each: not the numbers that are added, for each kind of layer."""
+def test_masks_are_built_on_the_device(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host sends a byte for each slot, visible or not, instead of float masks for each kind of layer."""
     sent: list[torch.dtype] = []
     send = upload
 
@@ -342,7 +342,7 @@ def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeyp
 
 
 class Unreferable:
-    """A stream as torch has them: nothing clears a weak reference to it when it goes, so there must be none."""
+    """A stream like torch's: weak references to it are not cleared, so there must be none."""
 
     __slots__ = ("cuda_stream",)
     made = 0
@@ -352,7 +352,7 @@ class Unreferable:
         Unreferable.made += 1
 
 
-def test_a_stream_is_its_owners_and_free_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_belongs_to_its_owner_and_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Unreferable)
     monkeypatch.setattr(cuda_streams, "_owners", type(cuda_streams._owners)())
     owners: list[Any] = [type("Owner", (), {})() for _ in range(65)]

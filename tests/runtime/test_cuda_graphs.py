@@ -44,7 +44,7 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
         assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
         assert {report.graphs for report in engine.describe()} == {"captured"}
         after = [member.runner.packed.graphs.count for member in local_members(engine)]
-        assert all(count <= 21 + 6 for count in after), "each size once, and those of prompts"
+        assert all(count <= 21 + 6 for count in after), "each size once, and the sizes of prompts"
         for length in (3, 17, 90, 33):
             engine.generate("moon " * length, SamplingParams(max_tokens=9))
         assert [member.runner.packed.graphs.count for member in local_members(engine)] == after
@@ -54,7 +54,7 @@ def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
     assert not driver.allocating
 
 
-def test_inputs_beyond_the_largest_step_take_several(
+def test_inputs_beyond_the_largest_step_take_several_steps(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = requests(5)
@@ -74,7 +74,7 @@ def test_inputs_beyond_the_largest_step_take_several(
         assert sizes <= {1, 2, 4, 8}
 
 
-def test_many_captured_answers_equal_those_of_the_dynamic_execution(
+def test_many_captured_answers_equal_dynamic_execution(
     driver: Driver, captured: EnsembleEngine, tiny_engine: EnsembleEngine
 ) -> None:
     prompts = requests(12)
@@ -157,7 +157,7 @@ def test_graphs_outlive_the_second_answer_and_returned_memory(driver: Driver, ru
 def test_out_of_memory_in_captures_does_not_end_capturing(
     driver: Driver, runner: ModelRunner, error: Exception
 ) -> None:
-    """The driver's error has no class for itself."""
+    """The driver's error has no separate class."""
     assert runner.packed is not None
     driver.failing += [error] * 3
     sequences = [opened(runner, 0)]

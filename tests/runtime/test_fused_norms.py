@@ -1,4 +1,4 @@
-"""Norms run as one operation give what the model's own give."""
+"""Norms as one operation give the same results as the model's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specfuse_shared.runtime.fused_norms import fuse_norms
 from tests.support.tiny import ARCHITECTURES
 
 WITHOUT = {"gpt2", "gpt_neox", "cohere2"}
-"""They have layer norms."""
+"""Architectures with layer norms."""
 IDS = torch.arange(3, 40)[None]
 
 
@@ -28,7 +28,7 @@ def model_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.inference_mode()
-def test_logits_stay(kind: str) -> None:
+def test_logits_are_unchanged(kind: str) -> None:
     model = model_of(kind)
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
     before = model(IDS, use_cache=False).logits
@@ -50,7 +50,7 @@ def test_sixteen_bits_differ_by_one_rounding(kind: str) -> None:
 
 
 class OddRMSNorm(torch.nn.Module):
-    """Another formula: half of the numbers count."""
+    """A norm with another formula, over half of the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class GatedRMSNorm(OddRMSNorm):
 
 
 @pytest.mark.parametrize("kind", [OddRMSNorm, GatedRMSNorm])
-def test_other_norms_stay(kind: type[torch.nn.Module]) -> None:
+def test_other_norms_are_unchanged(kind: type[torch.nn.Module]) -> None:
     model = torch.nn.Sequential(kind())
     assert fuse_norms(model) == 0
     assert type(model[0]) is kind
 
 
-def test_norms_whose_weights_come_and_go_stay() -> None:
+def test_norms_with_offloaded_weights_are_unchanged() -> None:
     model = model_of("llama")
     norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     norm._hf_hook = object()

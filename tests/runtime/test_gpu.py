@@ -91,7 +91,7 @@ def test_the_demo_members_equal_the_naive_round(text: str) -> None:
 
 
 @needs_cuda(2, "caches of twenty answers of tiny models, whose steps can be captured")
-def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: EnsembleEngine) -> None:
+def test_many_concurrent_answers_equal_dynamic_execution(engine: EnsembleEngine) -> None:
     prompts = requests(20)
     questions, each = [question for question, _ in prompts], [params for _, params in prompts]
     assert {report.graphs for report in engine.describe()} == {"captured"}
@@ -121,7 +121,7 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
 @needs_cuda(1, "tiny models, whose steps can be captured")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @torch.inference_mode()
-def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params: SamplingParams) -> None:
+def test_captured_steps_equal_uncaptured_steps(engine: EnsembleEngine, params: SamplingParams) -> None:
     member = local_members(engine)[0]
     eager = paged_runner(member.runner.model, member.runner, "switched off")
     captured = paged_runner(member.runner.model, member.runner)
@@ -139,7 +139,7 @@ def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params:
 def test_nothing_waits_for_the_device_until_the_tokens_are_read(
     engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A synchronisation raises in the mode that is used here, a wait for an event does not: those are counted."""
+    """Synchronisations raise in the debug mode that is used here; waits for events do not, and are counted."""
     runner = local_members(engine)[0].runner
     reads: list[int] = []
     read = Download.read
@@ -147,7 +147,7 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
     prompt, blocked = list(range(20, 60)), torch.tensor([3, 4], device="cuda")
 
     def fed(watched: bool) -> int:
-        """Waits of a draft and a verification of always the same shapes."""
+        """The waits of a draft and a verification with constant shapes."""
         sequence = new_sequence(runner)
         sequence.prefill(prompt)
         draft = DraftRequest(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
@@ -166,14 +166,14 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
         sequence.release()
         return len(reads)
 
-    for _ in range(4):  # steps are captured first, which waits
+    for _ in range(4):  # the first steps are captured, which waits
         fed(watched=False)
     before = len(reads)
     assert fed(watched=True) == before + 1
 
 
 @needs_cuda(1, "tiny models, and a capture that is refused")
-def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
+def test_a_model_that_cannot_be_captured_runs_uncaptured_and_reports_it(
     engine: EnsembleEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wait(module: object, inputs: object, output: Any) -> None:
@@ -203,7 +203,7 @@ engine.close()
 
 
 @needs_cuda(2, "tiny models, whose steps can be captured")
-def test_a_process_that_gave_streams_back_ends_as_others_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_process_that_freed_streams_exits_normally(tmp_path_factory: pytest.TempPathFactory) -> None:
     folders = map(str, save_pair(tmp_path_factory).values())
     done = subprocess.run(
         [sys.executable, "-c", CLOSES_AND_ENDS, *folders],

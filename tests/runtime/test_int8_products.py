@@ -1,4 +1,4 @@
-"""Products with int8 weights: as torchao computes them, and the kernels as plain torch, by Triton's interpreter."""
+"""Products with int8 weights equal torchao's, and the kernels equal plain torch in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_product_is_that_of_the_widened_matrix() -> None:
     torch.testing.assert_close(int8_linear(x, numbers, scales, bias), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_with_other_weights_stay_as_they_are() -> None:
+def test_layers_with_other_weights_are_unchanged() -> None:
     layer = torch.nn.Linear(8, 8)
     assert use_int8_products(torch.nn.Sequential(layer)) == 0
     assert "forward" not in vars(layer)
@@ -36,7 +36,7 @@ def test_layers_with_other_weights_stay_as_they_are() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the extra quant")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_of_torchao_give_what_they_gave(dtype: torch.dtype) -> None:
+def test_torchaos_layers_give_the_same_results(dtype: torch.dtype) -> None:
     quantization = importlib.import_module("torchao.quantization")
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32, bias=False)).to(dtype)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
@@ -52,7 +52,7 @@ def test_layers_of_torchao_give_what_they_gave(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(1, 64, 256), (1, 33, 300), (5, 100, 1030), (17, 32, 128), (32, 40, 64)]
 )
-def test_the_kernels_give_what_plain_torch_gives(tokens: int, outputs: int, inputs: int, biased: bool) -> None:
+def test_the_kernels_equal_plain_torch(tokens: int, outputs: int, inputs: int, biased: bool) -> None:
     from specfuse_shared.runtime.int8_kernel import multiply
 
     numbers, scales = matrix(outputs, inputs)
@@ -63,7 +63,7 @@ def test_the_kernels_give_what_plain_torch_gives(tokens: int, outputs: int, inpu
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
-def test_few_outputs_are_shared_among_more_workers() -> None:
+def test_few_outputs_are_divided_among_more_workers() -> None:
     from specfuse_shared.runtime.int8_kernel import parts_for
 
     assert [parts_for(n, 4096) for n in (1024, 4096, 28672)] == [8, 4, 1]

@@ -1,4 +1,4 @@
-"""Triton compiles the kernels to machine code of cards that are not here: no card is needed for that.
+"""Triton compiles the kernels to machine code for several GPUs, which needs no GPU.
 
 Its interpreter, which the kernels' own tests use, accepts more than the compiler does.
 """
@@ -26,7 +26,7 @@ POINTERS = {
 
 
 def machine_code(kernel: Any, card: str, dtype: str, constants: dict[str, Any], **types: str) -> bytes:
-    """What the card would run; tensors that no table names have the model's `dtype`."""
+    """The machine code for a GPU; tensors that are not in a table have the model's `dtype`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -54,7 +54,7 @@ def machine_code(kernel: Any, card: str, dtype: str, constants: dict[str, Any], 
         ("fp32", 1, 96, 4, True, False),
     ],
 )
-def test_attention_over_pages_becomes_machine_code(
+def test_attention_over_pages_compiles_to_machine_code(
     card: str, dtype: str, groups: int, size: int, parts: int, capped: bool, sinks: bool
 ) -> None:
     import triton
@@ -73,7 +73,7 @@ def test_attention_over_pages_becomes_machine_code(
 @pytest.mark.skipif(not COMPILES, reason="needs Triton, and no TRITON_INTERPRET")
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(("dtype", "tokens"), [("bf16", 16), ("fp16", 32), ("fp32", 16)])
-def test_products_with_int8_weights_become_machine_code(card: str, dtype: str, tokens: int) -> None:
+def test_products_with_int8_weights_compile_to_machine_code(card: str, dtype: str, tokens: int) -> None:
     from specfuse_shared.runtime.int8_kernel import INPUTS, OUTPUTS, _join, _multiply
 
     sizes = {"TOKENS": tokens, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS, "PARTS": 4}

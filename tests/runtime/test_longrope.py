@@ -34,7 +34,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def expected(member: LocalMember, sequence: SequenceState, branch: Branch) -> list[float]:
-    """By the model's own forward over the whole text."""
+    """Logits of one forward pass of the model over the whole text."""
     start = sequence.length
     whole = [*sequence.prompt, *sequence.answer, *branch.tokens]
     logprobs = member.runner.plain(whole).float().log_softmax(-1)
@@ -46,7 +46,7 @@ def test_texts_on_both_sides_of_the_limit_share_no_frequencies(member: LocalMemb
     sequences = [new_sequence(member.runner) for _ in range(3)]
     for n, (sequence, size) in enumerate(zip(sequences, (40, 300, 90), strict=True)):
         sequence.begin(ids(size, n))
-    for pieces in (50, 1000):  # the long prompt's first piece lies below the limit
+    for pieces in (50, 1000):  # the long prompt's first piece is below the limit
         feed_together([ForwardRequest(c, prompt=pieces) for c in sequences if c.prompt_remaining])
     branch = Branch(0, tuple(ids(6, 9)))
     feed_together([ForwardRequest(sequence, (branch,)) for sequence in sequences])
@@ -64,7 +64,7 @@ def test_an_answer_that_outgrows_the_limit_is_read_again(member: LocalMember) ->
         branch, longer = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(compared.answer), (11, 12))
         feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(compared, (longer,))])
         assert compared.logprobs(longer) == pytest.approx(expected(member, compared, longer), abs=2e-3)
-        if not LIMIT - 64 < sequence.length + 10 <= LIMIT:  # there the long set is used ahead of time
+        if not LIMIT - 64 < sequence.length + 10 <= LIMIT:  # there the long set is used before the limit
             assert sequence.logprobs(branch) == pytest.approx(expected(member, sequence, branch), abs=2e-3), number
         sequence.commit(branch)
         compared.commit(longer)

@@ -1,4 +1,4 @@
-"""Merged products give what the layers give, and keep their names and weights."""
+"""Merged products give the same results as the layers, and keep their names and weights."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_a_layer_that_is_called_alone_or_twice_gives_its_own_product() -> None:
     merge_products(model)
     layer = model.model.layers[0].self_attn
     x, y = torch.randn(3, layer.q_proj.in_features), torch.randn(3, layer.q_proj.in_features)
-    for part, given in ((layer.k_proj, x), (layer.k_proj, x), (layer.q_proj, y), (layer.v_proj, x), (layer.q_proj, x)):
-        torch.testing.assert_close(part(given), torch.nn.functional.linear(given, part.weight, part.bias))
+    for part, inputs in ((layer.k_proj, x), (layer.k_proj, x), (layer.q_proj, y), (layer.v_proj, x), (layer.q_proj, x)):
+        torch.testing.assert_close(part(inputs), torch.nn.functional.linear(inputs, part.weight, part.bias))
 
 
-def test_shared_and_changed_layers_stay_apart() -> None:
+def test_shared_and_changed_layers_are_not_merged() -> None:
     model = model_of("llama")
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     first.k_proj.weight = first.v_proj.weight

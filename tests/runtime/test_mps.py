@@ -1,4 +1,4 @@
-"""Differences between MPS and other devices, on a processor that is taken for one."""
+"""Differences between MPS and other devices, simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bad", [-0.0, 0.0, float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("where", ["filtered and blocked", "everywhere"])
-def test_no_noise_makes_a_filtered_or_blocked_token_win(bad: float, where: str) -> None:
-    """MPS draws -0.0 once in 3e7 numbers: 0 / -0.0 is no number, which some maxima take for the largest."""
+def test_noise_never_selects_a_filtered_or_blocked_token(bad: float, where: str) -> None:
+    """MPS draws -0.0 once in 3e7 numbers: 0 / -0.0 is NaN, which some implementations of max treat as the largest."""
     sampler = Sampler(SamplingParams(temperature=0.7, top_k=2), 1, "tiny", torch.device("cpu"))
     logits = torch.tensor([[5.0, 4.0, 3.0, 1.0, 9.0, float("-inf")]])
     noise = torch.ones(1, 6)
@@ -54,7 +54,7 @@ def test_no_noise_makes_a_filtered_or_blocked_token_win(bad: float, where: str) 
     assert int(chosen) in (0, 1)
 
 
-def test_noise_as_it_usually_is_chooses_as_ever() -> None:
+def test_usual_noise_gives_the_same_choices() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0), 1, "tiny", torch.device("cpu"))
     logits, history = torch.randn(64, 500), torch.empty(64, 0, dtype=torch.long)
     noise = torch.empty(64, 500).exponential_()
@@ -68,7 +68,7 @@ def test_noise_as_it_usually_is_chooses_as_ever() -> None:
 
 
 class _Gpu:
-    """A copy to MPS that is queued: it reads its source when the device gets there."""
+    """A queued copy to MPS, which reads its source when the device executes it."""
 
     type = "mps"
 
@@ -91,7 +91,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     return sources
 
 
-def test_sources_of_copies_live_until_the_device_was_waited_for(
+def test_sources_of_copies_live_until_the_next_synchronisation(
     queued: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler.upload([1, 2, 3], _Gpu())
@@ -139,7 +139,7 @@ def test_scores_of_a_piece_stay_below_metals_limit(used: int, heads: int, piece:
 
 
 @torch.inference_mode()
-def test_a_prompt_in_smaller_pieces_is_read_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_pieces_equals_a_prompt_read_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = LocalMember(MemberConfig(str(folder))).runner
     prompt = torch.randint(10, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     pieces: list[int] = []
@@ -155,7 +155,7 @@ def test_a_prompt_in_smaller_pieces_is_read_as_a_whole(folder: Path, monkeypatch
     assert torch.allclose(sequence._logits_row(-1), runner.plain(prompt)[-1], atol=2e-3)
 
 
-def test_seconds_on_mps_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_on_mps_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         recorded: ClassVar[list[object]] = []
 
@@ -195,7 +195,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def kernels_of_mps() -> set[str]:
-    """Operations that torch's own table gives a kernel for MPS, or composes of others."""
+    """Operations that have a kernel for MPS in torch's table, or are composed of others."""
     file = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
     table = yaml.safe_load(file.read_text("utf-8"))
     by_name = {entry["func"].partition("(")[0]: entry for entry in table}
@@ -214,7 +214,7 @@ def kernels_of_mps() -> set[str]:
 def test_every_operation_of_an_answer_has_a_kernel_on_mps(
     execution: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the branches for a GPU alone: a processor is taken for another device where that makes a difference."""
+    """This includes the branches for GPUs: the CPU is treated as another device if that makes a difference."""
     monkeypatch.setattr(paged_attention, "_EXACT_SHAPES", set())
     member = LocalMember(MemberConfig(str(folder)), execution=execution)
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
@@ -263,7 +263,7 @@ def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkey
 
 
 def test_an_engine_waits_for_the_holder_of_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users hold it for the work of their embeddings."""
+    """Users take this lock for their embeddings."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
         engine.load()

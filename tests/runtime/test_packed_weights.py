@@ -1,4 +1,4 @@
-"""Packed weights give the products of the plain ones."""
+"""Packed weights give the same products as plain ones."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def linears(model: Any) -> list[torch.nn.Linear]:
 @pytest.mark.parametrize("rows", [1, 8, 37])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_neox", "phi3", "gpt_oss", "lfm2", "mamba"])
 @torch.inference_mode()
-def test_logits_stay(kind: str, rows: int) -> None:
-    """With and without biases, some of them with an output layer that is the embedding, or weights used otherwise."""
+def test_logits_are_unchanged(kind: str, rows: int) -> None:
+    """Models with and without biases; some have tied embeddings, or use a weight elsewhere."""
     model = model_of(kind)
     before = model(IDS[:, :rows], use_cache=False).logits.float()
     pack_weights(model)
@@ -56,14 +56,14 @@ def test_only_weights_shared_with_an_embedding_are_stored_twice(tied: bool) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_number_formats_stay(dtype: torch.dtype) -> None:
+def test_other_number_formats_are_unchanged(dtype: torch.dtype) -> None:
     model = model_of("llama", dtype)
     assert pack_weights(model) == 0
     assert not any(layer.weight.is_meta for layer in linears(model))
 
 
-def test_special_linear_layers_stay() -> None:
-    """Weights that come and go, and layers of another class."""
+def test_special_linear_layers_are_unchanged() -> None:
+    """Offloaded weights, and layers of another class."""
     model = model_of("llama")
     first, second = linears(model)[:2]
     first._hf_hook = object()  # type: ignore[assignment]
@@ -73,7 +73,7 @@ def test_special_linear_layers_stay() -> None:
     assert not second.weight.is_meta
 
 
-def test_a_library_that_cannot_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_suitable_library_all_layers_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(weight: torch.Tensor) -> torch.Tensor:
         raise AttributeError("no such operator")
 
@@ -101,7 +101,7 @@ def test_members_are_packed_and_report_their_memory(tmp_path: Path) -> None:
         assert report.memory_bytes == weight_bytes(plain) + (embedding.nbytes if tied else 0)
 
 
-def test_a_loaded_model_that_the_caller_gave_stays() -> None:
+def test_a_loaded_model_given_by_the_caller_is_unchanged() -> None:
     model, tokenizer = model_of("llama"), byte_level_tokenizer()
     model.resize_token_embeddings(len(tokenizer))
     LocalMember(MemberConfig("given"), loaded=(model, tokenizer))

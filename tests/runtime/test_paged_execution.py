@@ -1,4 +1,4 @@
-"""Paged execution gives what the dynamic one gives, and waits for the device once a draft and once a verification."""
+"""Paged execution gives the same results as dynamic execution, with one wait for the device a draft or verification."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def member(paged_engine: EnsembleEngine) -> LocalMember:
 
 @pytest.fixture
 def runner(member: LocalMember) -> ModelRunner:
-    """A runner over pages with nothing in its cache."""
+    """A runner over pages with an empty cache."""
     return paged_runner(member.runner.model, member.runner)
 
 
@@ -102,8 +102,8 @@ def drafts_of(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rule", [0, 1])
-def test_a_short_draft_beside_a_long_one_stays_within_the_context(rule: int, tmp_path: Path) -> None:
-    """Greedy drafts, whose choice is part of the step, and others."""
+def test_a_short_draft_batched_with_a_long_one_stays_within_the_context(rule: int, tmp_path: Path) -> None:
+    """Greedy drafts, whose choice is part of the step, and sampled ones."""
     save_model("gpt2", byte_level_tokenizer(), tmp_path, n_positions=64)
     loaded = LocalMember(MemberConfig(str(tmp_path))).runner
     runner = paged_runner(loaded.model, loaded)
@@ -162,7 +162,7 @@ def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_after_it(
 
 
 @torch.inference_mode()
-def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMember, runner: ModelRunner) -> None:
+def test_nan_logits_fail_only_their_own_draft(member: LocalMember, runner: ModelRunner) -> None:
     def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[tuple[DraftRequest, ChosenTokens]]]:
         sequences = [opened(runner, prompt) for prompt in prompts(member)[:3]]
         drafts = drafts_of(sequences, [5, 5, 5])
@@ -196,14 +196,14 @@ def test_drafts_are_the_same_after_steps_were_dropped(member: LocalMember, runne
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 
 
-def test_a_row_keeps_its_content_when_others_come_and_go() -> None:
+def test_a_row_keeps_its_content_when_others_are_added_and_removed() -> None:
     pool = CachePool(torch.device("cpu"))
     rows = [pool.row(10) for _ in range(3)]
     for n, row in enumerate(rows):
         row.reserve(4)
         keys, values = row.block.layer(0, torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 5))
         keys[row.index, :, :4], values[row.index, :, :4], row.used = n + 1, -n - 1, 4
-    assert len(rows[0].block.stacks) == 2, "keys and values of unlike size lie apart"
+    assert len(rows[0].block.stacks) == 2, "keys and values of different sizes are separate"
     assert rows[0].block.size == 4, "three rows need a block of four"
     rows[0].free()
     rows[1].reserve(257)
@@ -230,11 +230,11 @@ def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, spe
     for answers in results[1:]:
         assert [answer_of(result) for result in results[0]] == [answer_of(result) for result in answers]
         for one, second in zip(results[0], answers, strict=True):
-            if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
+            if speculation == "off":  # the leader and the savings of speculation depend on concurrent answers
                 assert one.usage == second.usage
 
 
-def test_answers_that_start_apart_draft_together(paged_engine: EnsembleEngine) -> None:
+def test_answers_that_start_at_different_times_draft_together(paged_engine: EnsembleEngine) -> None:
     config = replace(paged_engine.config, reuse_prefixes=False, speculation="off")
     with EnsembleEngine(config) as engine:
         streams = [engine.stream(f"Speak {n}", SamplingParams(max_tokens=60)) for n in range(4)]
@@ -249,8 +249,8 @@ def test_answers_that_start_apart_draft_together(paged_engine: EnsembleEngine) -
     assert sum(size == 4 for size in sizes) > 2
 
 
-def test_a_run_that_fails_in_company_is_repeated_apart(paged_engine: EnsembleEngine) -> None:
-    questions = [(f"Tell me about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
+def test_a_failed_batch_is_repeated_row_by_row(paged_engine: EnsembleEngine) -> None:
+    questions = [(f"Write about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
     with EnsembleEngine(replace(paged_engine.config, reuse_prefixes=False)) as engine:
         expected = [engine.generate(*each).text for each in questions]
         packed = local_members(engine)[0].runner.packed
@@ -269,7 +269,9 @@ def test_a_run_that_fails_in_company_is_repeated_apart(paged_engine: EnsembleEng
     assert refused
 
 
-def test_members_say_how_they_run(tiny_engine: EnsembleEngine, paged_engine: EnsembleEngine, tmp_path: Path) -> None:
+def test_members_report_their_execution(
+    tiny_engine: EnsembleEngine, paged_engine: EnsembleEngine, tmp_path: Path
+) -> None:
     assert {r.graphs for r in tiny_engine.describe()} == {"eager: dynamic execution (no GPU with packed steps)"}
     assert {r.graphs for r in paged_engine.describe()} == {"eager: paged execution without a CUDA device"}
     save_model("mamba", byte_level_tokenizer(), tmp_path)
@@ -292,7 +294,7 @@ def test_a_model_whose_packed_steps_are_off_runs_dynamically(
     assert "member tiny runs dynamically" in caplog.text
 
 
-def test_grammars_and_alone_decoding_work_in_either_execution(
+def test_grammars_and_single_members_work_in_either_execution(
     tiny_engine: EnsembleEngine, paged_engine: EnsembleEngine
 ) -> None:
     params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
@@ -337,15 +339,15 @@ def test_on_a_device_a_step_waits_for_nothing_and_mixes_no_devices() -> None:
 def test_answers_are_the_same_with_shapes_that_are_rounded_up(
     tiny_engine: EnsembleEngine, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on MPS: what a token sees beyond its slots counts for nothing, also where an earlier answer left NaN."""
+    """As on MPS: slots beyond a token's own have no effect, even if an earlier answer left NaN in them."""
     monkeypatch.setattr(paged_attention, "_EXACT_SHAPES", set())
     questions = requests(8)
-    asked, params = [question for question, _ in questions], [params for _, params in questions]
-    expected = [answer_of(result) for result in tiny_engine.generate_batch(asked, params)]
+    prompts, params = [question for question, _ in questions], [params for _, params in questions]
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(prompts, params)]
     with EnsembleEngine(replace(tiny_engine.config, execution="paged", speculation=speculation)) as engine:
         for member in local_members(engine.load()):
             pool = member.runner.pool
             assert isinstance(pool, PageArena)
             for keys, values in pool.layers.values():
                 keys[PAGE:], values[PAGE:] = float("nan"), float("nan")
-        assert [answer_of(result) for result in engine.generate_batch(asked, params)] == expected
+        assert [answer_of(result) for result in engine.generate_batch(prompts, params)] == expected

@@ -64,7 +64,7 @@ def queries(heads: int, size: int, tokens: int) -> torch.Tensor:
     return torch.randn(tokens, heads, size, generator=torch.Generator().manual_seed(3))
 
 
-def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() -> None:
+def test_the_plain_version_equals_the_librarys_attention_over_visible_slots() -> None:
     at, (keys, values) = layout(4), arena(2, 64, 64)
     query = queries(8, 64, len(at.tokens))
     result = paged_attention(query, keys, values, at, Sight(0.125))
@@ -79,10 +79,10 @@ def test_the_plain_version_is_attention_of_the_library_over_what_a_token_sees() 
             enable_gqa=True,
         )[0].transpose(0, 1)
         torch.testing.assert_close(result[first : first + count], expected)
-    assert not result[16:].any(), "padding gives nothing"
+    assert not result[16:].any(), "padding has no output"
 
 
-def test_a_token_of_a_tree_sees_the_text_before_it_and_its_own_line() -> None:
+def test_a_token_of_a_tree_attends_to_the_text_before_it_and_its_own_branch() -> None:
     visible = seen(layout(4), Sight(1.0), TREE, 6, 27)
     assert visible[:, :21].all()
     assert visible[:, 21:].int().tolist() == [
@@ -100,7 +100,7 @@ def test_a_token_of_a_tree_sees_the_text_before_it_and_its_own_line() -> None:
     assert chunk[1].nonzero().flatten().tolist() == [22], "position 22 begins a chunk"
 
 
-def test_few_tokens_share_their_slots_among_more_workers() -> None:
+def test_slots_of_few_tokens_are_divided_among_more_workers() -> None:
     assert [parts_for(n, 512) for n in (1, 8, 64, 65)] == [16, 8, 4, 1]
     assert parts_for(1600, 8192) == 4
 
@@ -124,7 +124,7 @@ def test_few_tokens_share_their_slots_among_more_workers() -> None:
         (24, 1, 64, 64, Sight(0.125), True),
     ],
 )
-def test_the_kernel_gives_what_plain_torch_gives(
+def test_the_kernel_equals_plain_torch(
     heads: int, key_heads: int, size: int, value: int, sight: Sight, has_sinks: bool, parts: int
 ) -> None:
     from specfuse_shared.runtime.paged_kernel import attend
@@ -144,7 +144,7 @@ def test_the_kernel_gives_what_plain_torch_gives(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
-def test_the_kernel_serves_layers_with_more_heads_of_queries_than_the_runs_were_made_for() -> None:
+def test_the_kernel_supports_more_query_heads_than_the_runs_were_sized_for() -> None:
     from specfuse_shared.runtime.paged_kernel import attend
 
     at, (keys, values) = layout(2), arena(1, 64, 64)

@@ -44,12 +44,12 @@ def content(row: PagedRow, layer: int = 1) -> list[float]:
     return [float(keys[place].mean()) for place in row.places(0, row.used)]
 
 
-def test_the_kept_slots_follow_the_prefix() -> None:
+def test_kept_slots_follow_the_prefix() -> None:
     row = filled(arena(5), 40)
     row.keep(18, [20, 25, 39])
     assert content(row) == [*range(1, 19), 21, 26, 40]
     row.keep(3, [3, 4])
-    assert content(row) == [1, 2, 3, 4, 5], "nothing moves"
+    assert content(row) == [1, 2, 3, 4, 5], "no weight changes"
 
 
 def test_whole_pages_of_a_prefix_are_shared_and_the_last_one_is_copied() -> None:
@@ -69,7 +69,7 @@ def test_whole_pages_of_a_prefix_are_shared_and_the_last_one_is_copied() -> None
     assert not any(made.owners)
 
 
-def test_a_page_that_two_answers_hold_is_copied_before_one_of_them_writes() -> None:
+def test_a_page_of_two_answers_is_copied_before_one_of_them_writes() -> None:
     made = arena(12)
     first = filled(made, 32)
     second = made.row()
@@ -82,7 +82,7 @@ def test_a_page_that_two_answers_hold_is_copied_before_one_of_them_writes() -> N
     assert set(second.pages).isdisjoint(first.pages), "the next tokens are written to new pages"
 
 
-def test_without_a_free_page_what_only_saves_time_goes_first_and_then_memory_is_out() -> None:
+def test_without_a_free_page_cached_prefixes_are_evicted_before_memory_is_out() -> None:
     made = arena(4)
     row, prefixes = filled(made, 20), PrefixCache(limit=10**6)
     prefixes.store(row, list(range(20)))
@@ -93,26 +93,26 @@ def test_without_a_free_page_what_only_saves_time_goes_first_and_then_memory_is_
     with pytest.raises(OutOfPagesError, match=r"all 3 pages of the cache \(16 tokens each\) are in use") as error:
         made.row().reserve(1)
     assert is_out_of_memory(error.value)
-    assert made.free_pages == 0, "and nothing was taken half"
+    assert made.free_pages == 0, "no partial result was used"
 
 
-def test_a_remembered_prefix_can_be_held_while_it_is_forgotten_for_its_last_page() -> None:
+def test_a_cached_prefix_can_be_shared_while_it_is_evicted_for_its_last_page() -> None:
     made = arena(5)
     ended, prefixes = filled(made, 36), PrefixCache(limit=10**6)
     prefixes.store(ended, list(range(36)))
     ended.free()
-    other = filled(made, 10)
+    answer = filled(made, 10)
     made.reclaim_pages = prefixes.drop_oldest
     row = made.row()
     assert made.free_pages == 0
-    with pytest.raises(OutOfPagesError):  # its last page has to be copied, and none is free
+    with pytest.raises(OutOfPagesError):  # its last page must be copied, and no page is free
         prefixes.fill(row, [*range(36), 99])
     assert row.used == 0
-    other.free()
-    assert made.free_pages == 4, "what the attempt held was given back"
+    answer.free()
+    assert made.free_pages == 4, "the failed attempt kept no page"
 
 
-def test_pages_that_remembered_prefixes_share_count_once() -> None:
+def test_pages_shared_by_cached_prefixes_count_once() -> None:
     made = arena(20)
     row, prefixes = filled(made, 48), PrefixCache(limit=10**6)
     ids = list(range(48))
@@ -122,7 +122,7 @@ def test_pages_that_remembered_prefixes_share_count_once() -> None:
     assert prefixes.memory_bytes == 4 * page, "two pages that both have, and the last one of each"
 
 
-def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
+def test_prefixes_of_ended_and_running_answers_are_stored_once() -> None:
     made = arena(20)
     ended, prefixes = filled(made, 50), PrefixCache(limit=10**6)
     ids = list(range(50))
@@ -142,10 +142,10 @@ def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
     assert PAGE == 16
 
 
-def test_a_lane_makes_fewer_pages_where_memory_is_short(
+def test_a_lane_allocates_fewer_pages_if_memory_is_low(
     tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says so if there is no memory for any."""
+    """Without memory for any page it raises an error."""
     plainly, limit = ModelRunner.open_arena, 40
 
     def scarce(runner: ModelRunner, pages: int) -> None:

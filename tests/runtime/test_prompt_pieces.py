@@ -1,4 +1,4 @@
-"""Long prompts: later pieces need no mask where a kernel knows what they see, and settings that keep kernels ready."""
+"""Long prompts: later pieces need no mask if a kernel aligns causal masks, and settings avoid plans for each length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny import byte_level_tokenizer, save_model
 def test_pieces_without_a_mask_equal_the_plain_forward_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of the attention: whether it has a mask, queries and slots."""
+    """Recorded for each attention call: whether it has a mask, its queries and its slots."""
     save_model(kind, byte_level_tokenizer(), tmp_path)
     runner = LocalMember(MemberConfig(str(tmp_path))).runner
     monkeypatch.setattr(attention, "masks_lower_right", lambda device: True)

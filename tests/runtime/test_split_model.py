@@ -91,8 +91,8 @@ def run(kind, attention):
     one._row.keep(20, [20, 23])
     other._row.load(saved, 20)
     one.release()
-    held = list(runner.pool._blocks.values())
-    where = {str(k.device) for block in held for k, _ in block.layers.values()}
+    blocks = list(runner.pool._blocks.values())
+    where = {str(k.device) for block in blocks for k, _ in block.layers.values()}
     print(kind, *sorted(where))
 
 

@@ -35,11 +35,11 @@ def test_a_drafted_token_reads_little_more_than_the_weights(costs: Any, model: s
 
 @pytest.mark.parametrize("model", LAYERS)
 def test_a_verification_of_five_costs_little_more_than_a_token(costs: Any, model: str) -> None:
-    """Half as much again, but for a model whose soft caps want the plain attention."""
+    """At most half as much again, except for a model whose soft caps need the plain attention."""
     draft, verify = costs[model, "draft"]["bytes"], costs[model, "verify"]["bytes"]
     assert verify < (1.3 if model == "gemma-2-9b" else 1.15) * draft
 
 
 @pytest.mark.parametrize("model", LAYERS)
-def test_each_layer_attends_once_whatever_is_fed(costs: Any, model: str) -> None:
+def test_each_layer_has_one_attention_call_for_any_input(costs: Any, model: str) -> None:
     assert [costs[model, step]["attention"] for step in ("draft", "verify", "prompt")] == [{"paged": LAYERS[model]}] * 3

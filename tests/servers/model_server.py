@@ -45,13 +45,13 @@ MOST_IDS = 128
 
 @dataclass
 class Ways:
-    """How the server behaves, and the requests that it has seen."""
+    """The behaviour of the server, and its received requests."""
 
     key: str | None = None
     model: str | None = None
     scores_named: bool = True
     prefix_cache: str = "True"
-    tells_metrics: bool = True
+    has_metrics: bool = True
     mode: str = "raw_logprobs"
     delay: float = 0.0
     status: int = 200
@@ -60,26 +60,26 @@ class Ways:
     other_vocabulary: bool = False
     context: int = 512
     tokens: bool = False
-    """It has the token endpoint (`--enable-scale-out`)."""
+    """Whether it has the token endpoint (`--enable-scale-out`)."""
     all_rows: bool = True
     """It sends a row for every token of a prompt; the rows before the cached prefix are the cache's former content."""
     broken_rows: int = 0
-    """This number of its answers fails on such rows, which JSON cannot express."""
+    """The number of responses that fail on such rows with NaN, which JSON cannot express."""
     keeps_grammars: bool = True
     fails_under: str = "(?!)"
-    """An expression: under a grammar that it is found in, the token endpoint fails."""
+    """A regular expression: the token endpoint fails under grammars that match it."""
     block: int = 16
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     running: int = 0
-    left: int = 0
+    disconnected: int = 0
     keys: set[str | None] = field(default_factory=set)
-    lie: Callable[[Any], Any] | None = None
-    """Gives what is sent instead of the choices of a completion."""
-    lie_of_tokens: Callable[[Any], Any] | None = None
-    """Gives what the token endpoint sends instead of its answer."""
+    replace_choices: Callable[[Any], Any] | None = None
+    """Replaces the choices of a completion."""
+    replace_tokens: Callable[[Any], Any] | None = None
+    """Replaces the answer of the token endpoint."""
 
     def bodies(self, path: str = "/v1/completions") -> list[dict[str, Any]]:
-        return [body for request, body in self.asked if request == path]
+        return [body for request, body in self.requests if request == path]
 
 
 class ModelServer:
@@ -92,7 +92,7 @@ class ModelServer:
         self.name, self.root, self.ways = ways.model or str(folder), str(folder), ways
         self._lock = threading.Lock()
         self.next_logits = lru_cache(256)(self._next_logits)
-        """Logits after ids. Kept, since a member asks for the same place again and again; never written into."""
+        """Logits after ids, cached since a member requests the same position repeatedly; read-only."""
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
         post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
         if ways.tokens:
@@ -108,10 +108,10 @@ class ModelServer:
             if ways.key and request.headers.get("authorization") != f"Bearer {ways.key}" and path != "/metrics":
                 return JSONResponse({"error": "Unauthorized"}, 401)
             body = await request.json() if request.method == "POST" else {}
-            ways.asked.append((path, body))
+            ways.requests.append((path, body))
             ways.running += 1
             try:
-                return await self._unless_left(request, answer, body)
+                return await self._unless_disconnected(request, answer, body)
             except RefusedError as error:
                 return JSONResponse({"error": {"message": str(error), "code": 400}}, 400)
             finally:
@@ -119,15 +119,15 @@ class ModelServer:
 
         return handle
 
-    async def _unless_left(self, request: Request, answer: Any, body: dict[str, Any]) -> Response:
-        """The answer, unless the client goes before."""
+    async def _unless_disconnected(self, request: Request, answer: Any, body: dict[str, Any]) -> Response:
+        """The answer, unless the client disconnects before."""
         gone = threading.Event()
         work = asyncio.create_task(asyncio.to_thread(self._slowly, answer, body, gone))
         while not work.done():
             await asyncio.wait([work], timeout=0.01)
             if await request.is_disconnected():
                 gone.set()
-                self.ways.left += 1
+                self.ways.disconnected += 1
                 await asyncio.gather(work, return_exceptions=True)
                 return Response(status_code=499)
         return work.result()
@@ -152,7 +152,7 @@ class ModelServer:
         return JSONResponse({"version": "0.0-tests"})
 
     def _metrics(self, body: dict[str, Any]) -> Response:
-        if not self.ways.tells_metrics:
+        if not self.ways.has_metrics:
             return PlainTextResponse("no such page", 404)
         setting = f'block_size="{self.ways.block}",enable_prefix_caching="{self.ways.prefix_cache}",engine="0"'
         return PlainTextResponse(f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{setting}}} 1.0\n")
@@ -172,8 +172,8 @@ class ModelServer:
         for request in (named, body.get("allowed_token_ids"), map(int, body.get("logit_bias") or {})):
             self.check(all(0 <= token < self.size for token in request or ()), "out-of-vocab token ids")
         choices = [self._choice(n, prompt, body, named) for n, prompt in enumerate(prompts)]
-        if self.ways.lie is not None:
-            return Response(json.dumps({"choices": self.ways.lie(choices)}), media_type="application/json")
+        if self.ways.replace_choices is not None:
+            return Response(json.dumps({"choices": self.ways.replace_choices(choices)}), media_type="application/json")
         return JSONResponse({"model": self.name, "choices": choices})
 
     def unknown(self, body: dict[str, Any]) -> Response | None:
@@ -215,7 +215,7 @@ class ModelServer:
     def _reported(
         self, logits: torch.Tensor, processed: torch.Tensor, named: list[int], token: int
     ) -> dict[str, float]:
-        """Log p as the server is set to report it."""
+        """Log p in the form that `Ways` configures."""
         raw = {"raw_logits": logits, "processed_logprobs": processed.log_softmax(-1)}
         scores = raw.get(self.ways.mode, logits.log_softmax(-1)) + self.ways.off_by
         return {f"token_id:{t}": max(float(scores[t]), -9999.0) for t in (token, *named)}

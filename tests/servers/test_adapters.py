@@ -1,4 +1,4 @@
-"""Members behind servers in both frameworks: the same answers as here, and configurations that survive being stored."""
+"""Members on servers in both frameworks: the same answers as local members, and configurations that can be stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two models with contexts that hold the prompts of LlamaIndex."""
+    """Two models with contexts that fit LlamaIndex's prompts."""
     return save_pair(tmp_path_factory, max_position_embeddings=2048)
 
 

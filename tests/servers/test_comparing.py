@@ -1,4 +1,4 @@
-"""A comparison of a member on a server and one in this process: as with both here, and a server that goes away."""
+"""A comparison of a member on a server and a local one equals one of local members, also after the server stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "a-key-that-nobody-may-see"
 
 
 @pytest.mark.slow
-def test_members_on_a_server_and_here_are_compared_as_if_both_were_here(
+def test_a_member_on_a_server_is_compared_like_a_local_one(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY_OF_TESTS", KEY)

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rag_servers.py"
 
 
 @pytest.mark.slow
-def test_the_chain_answers_by_two_servers(tmp_path: Path) -> None:
+def test_the_chain_answers_with_two_servers(tmp_path: Path) -> None:
     long = {"max_position_embeddings": 4096}
     chat = save_model("qwen3", byte_level_tokenizer(), tmp_path / "chat", **long)
     base = save_model("llama", metaspace_tokenizer(), tmp_path / "base", seed=1, **long)

@@ -1,4 +1,4 @@
-"""A server that is slow or hangs holds no answer up: its member sits rounds out, and comes back or leaves."""
+"""A slow or hanging server delays no answer: its member misses rounds, and returns or leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=300)
 
 @dataclass
 class Unsteady(Ways):
-    """Once the member is loaded, every `nth` request takes this number of `seconds`."""
+    """After the member is loaded, every `nth` request takes this number of `seconds`."""
 
     steady: bool = True
     nth: int = 9
@@ -36,7 +36,7 @@ class Unsteady(Ways):
 
 @pytest.fixture
 def unsteady(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Unsteady]]:
-    """The chat model behind a server that is slow at times, the base model here."""
+    """The chat model on a server that is sometimes slow, and a local base model."""
     ways = Unsteady()
     with model_server(folders["chat"], ways) as (url, _):
         config = replace(served(tiny_engine, url, "chat"), round_seconds=0.6, round_grace=0.1, late_rounds=100)
@@ -46,22 +46,22 @@ def unsteady(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[
             yield engine, ways
 
 
-def test_rounds_without_a_late_server_are_those_of_the_naive_method_without_its_member(
+def test_rounds_without_a_late_server_equal_naive_rounds_without_its_member(
     tiny_engine: EnsembleEngine, unsteady: tuple[EnsembleEngine, Unsteady]
 ) -> None:
     engine, _ = unsteady
     late = back = 0
-    for question in itertools.islice(itertools.cycle(QUESTIONS), 20):  # on a fast machine, few answers wait for it
+    for question in itertools.islice(itertools.cycle(QUESTIONS), 20):  # on a fast machine, few answers are late
         result = engine.generate(question, PARAMS)
         names = [[absence.member for absence in record.absent] for record in result.rounds]
-        assert all(each in ([], ["chat"]) for each in names), "members of this machine are never late to it"
+        assert all(each in ([], ["chat"]) for each in names), "local members are never late"
         late += sum(each == ["chat"] for each in names)
         back += sum(one == ["chat"] and after == [] for one, after in itertools.pairwise(names))
         assert_equals_naive_with_absences(engine.config, local_members(tiny_engine), question, PARAMS, result)
         if late > 1 and back:
             break
     assert late > 1
-    assert back, "it came back"
+    assert back, "the member returned"
 
 
 def test_a_hanging_server_is_abandoned_and_its_requests_are_cancelled(
@@ -77,10 +77,10 @@ def test_a_hanging_server_is_abandoned_and_its_requests_are_cancelled(
     assert result.text
     until(lambda: not engine.metrics().running)
     until(lambda: not ways.running)
-    assert ways.left
+    assert ways.disconnected
 
 
-def test_many_answers_at_once_do_not_wait_for_a_server_that_hangs_at_times(
+def test_concurrent_answers_do_not_wait_for_a_server_that_sometimes_hangs(
     unsteady: tuple[EnsembleEngine, Unsteady],
 ) -> None:
     engine, ways = unsteady

@@ -1,4 +1,4 @@
-"""Requests to a server before its member is used, and settings that a server's member may not have."""
+"""The checks of a server before its member is used, and settings that a member on a server must not have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture
 def chat_ways(folders: dict[str, Path]) -> Iterator[tuple[MemberConfig, Ways]]:
-    """A member on a separate server, whose ways a test may change."""
+    """A member on a separate server, whose behaviour a test can change."""
     with model_server(folders["chat"]) as (url, ways):
         yield MemberConfig(str(folders["chat"]), name="chat", server=url), ways
 
@@ -57,7 +57,7 @@ def load(member: MemberConfig) -> None:
     ],
     ids=lambda value: "" if not isinstance(value, dict) else next(iter(value)),
 )
-def test_a_server_in_which_no_member_can_live_is_refused(
+def test_a_server_without_the_required_features_is_refused(
     chat_ways: tuple[MemberConfig, Ways], ways: dict[str, Any], kind: type[MemberLoadError], says: str
 ) -> None:
     member, server_ways = chat_ways
@@ -96,7 +96,7 @@ def test_a_model_is_found_by_the_name_that_the_server_gives_it(folders: dict[str
         assert {body["model"] for body in ways.bodies()} == {"alias"}
 
 
-def test_a_server_that_scores_no_named_tokens_reads_prompts_again_with_a_warning(
+def test_a_server_without_scores_of_named_tokens_reads_prompts_again_with_a_warning(
     tiny_engine: EnsembleEngine, folders: dict[str, Path]
 ) -> None:
     older = Ways(scores_named=False)
@@ -107,16 +107,16 @@ def test_a_server_that_scores_no_named_tokens_reads_prompts_again_with_a_warning
         with pytest.warns(SlowVerificationWarning, match="reads the whole context again for every candidate"):
             engine.load()
         assert engine.describe()[0].verification == "prompt"
-        ways.asked.clear()
+        ways.requests.clear()
         for question in QUESTIONS:
             assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
         assert not [body for body in ways.bodies() if "logprob_token_ids" in body]
         assert [body for body in ways.bodies() if "prompt_logprobs" in body]
 
 
-def test_a_server_that_hides_its_cache_is_used_and_the_report_says_so(chat_ways: tuple[MemberConfig, Ways]) -> None:
+def test_a_server_that_hides_its_cache_is_used_and_the_report_mentions_it(chat_ways: tuple[MemberConfig, Ways]) -> None:
     member, ways = chat_ways
-    ways.tells_metrics = False
+    ways.has_metrics = False
     with EnsembleEngine([member]) as engine:
         report = engine.describe()[0]
         assert (report.backend, report.attention) == ("vLLM 0.0-tests", "the server's, prefix cache unknown")
@@ -152,7 +152,7 @@ def test_the_command_takes_a_member_with_the_address_of_its_server(
     assert KEY not in output
 
 
-def test_a_context_is_the_servers_or_shorter(chat_ways: tuple[MemberConfig, Ways]) -> None:
+def test_the_context_limit_is_the_servers_or_a_shorter_one(chat_ways: tuple[MemberConfig, Ways]) -> None:
     member, ways = chat_ways
     ways.context = 200
     for limit, expected in ((None, 200), (100, 100), (400, 200)):
@@ -163,7 +163,7 @@ def test_a_context_is_the_servers_or_shorter(chat_ways: tuple[MemberConfig, Ways
 # ── keys and addresses ───────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_goes_to_its_server_and_nowhere_else(
+def test_a_key_is_sent_to_its_server_only(
     chat_ways: tuple[MemberConfig, Ways], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     member, ways = chat_ways
@@ -214,7 +214,7 @@ def test_settings_that_cannot_work_or_would_give_a_key_away_are_refused(settings
 
 
 @pytest.mark.parametrize("server", ["https://gpu.example/v1", "http://127.0.0.1:8000/v1/", "http://[::1]:8000"])
-def test_a_key_may_go_by_tls_or_to_this_machine(server: str) -> None:
+def test_a_key_is_sent_over_tls_or_to_this_machine(server: str) -> None:
     member = MemberConfig("a-model", server=server, api_key_env="KEY")
     assert member.server == server.rstrip("/").removesuffix("/v1")
     assert MemberConfig.from_dict(plain_config(member)) == member

@@ -1,4 +1,4 @@
-"""A member behind a server gives the answers that it gives here, byte for byte in float32, and may be lost."""
+"""A member on a server gives the same answers as a local one, byte for byte in float32; the server can fail."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def chat_server(folders: dict[str, Path]) -> Iterator[tuple[str, Ways]]:
 
 @pytest.fixture
 def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterator[tuple[EnsembleEngine, Ways]]:
-    """The chat model behind a server, the base model here."""
+    """The chat model on a server, and a local base model."""
     url, ways = chat_server
-    ways.asked.clear()
+    ways.requests.clear()
     with EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         yield engine.load(), ways
 
@@ -54,14 +54,14 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
     ],
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "expression", "schema"],
 )
-def test_a_member_on_a_server_answers_as_it_does_here(
+def test_a_member_on_a_server_answers_as_it_does_locally(
     tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways], params: SamplingParams
 ) -> None:
     for question in QUESTIONS:
         assert_same(mixed[0].generate(question, params), tiny_engine.generate(question, params))
 
 
-def test_alone_it_decodes_as_it_does_here(
+def test_a_single_member_decodes_as_it_does_locally(
     tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
     for question in QUESTIONS:
@@ -71,7 +71,7 @@ def test_alone_it_decodes_as_it_does_here(
 
 
 @pytest.mark.slow
-def test_members_on_two_servers_need_nothing_of_this_machine(
+def test_members_on_two_servers_need_no_local_model(
     tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
     with model_server(folders["base"]) as (url, _):
@@ -85,14 +85,14 @@ def test_members_on_two_servers_need_nothing_of_this_machine(
             assert engine.metrics().cache_bytes == 0
 
 
-def test_tools_are_called_as_they_are_here(tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]) -> None:
+def test_tools_are_called_as_they_are_locally(tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]) -> None:
     options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "any"}
     params = SamplingParams(max_tokens=60)
     assert_same(mixed[0].generate("Ring!", params, **options), tiny_engine.generate("Ring!", params, **options))
 
 
 @pytest.mark.slow
-def test_eight_answers_at_once_are_those_of_one_after_another(
+def test_eight_concurrent_answers_equal_answers_one_after_another(
     tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
 ) -> None:
     questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
@@ -101,7 +101,7 @@ def test_eight_answers_at_once_are_those_of_one_after_another(
         assert_same(result, one)
 
 
-def test_a_seed_gives_the_same_answer_again(mixed: tuple[EnsembleEngine, Ways]) -> None:
+def test_a_seed_makes_answers_repeatable(mixed: tuple[EnsembleEngine, Ways]) -> None:
     engine, _ = mixed
     first = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
     again = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
@@ -113,9 +113,9 @@ def test_a_seed_gives_the_same_answer_again(mixed: tuple[EnsembleEngine, Ways]) 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_round_is_two_requests_and_a_prefix_is_asked_once(mixed: tuple[EnsembleEngine, Ways]) -> None:
+def test_a_round_is_two_requests_and_a_prefix_is_requested_once(mixed: tuple[EnsembleEngine, Ways]) -> None:
     engine, ways = mixed
-    ways.asked.clear()
+    ways.requests.clear()
     before = engine.metrics().forwards["chat"]
     result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=60))
     bodies = ways.bodies()
@@ -135,13 +135,13 @@ def test_a_round_is_two_requests_and_a_prefix_is_asked_once(mixed: tuple[Ensembl
 
 
 @pytest.mark.slow
-def test_a_long_judgement_is_split_where_the_server_takes_no_more_tokens(
+def test_a_long_verification_is_split_at_the_servers_limit_of_tokens(
     tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
 ) -> None:
     params = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
     words = "Say much of all."
     engine, ways = mixed
-    ways.asked.clear()
+    ways.requests.clear()
     [result, expected] = [each.generate(words, params) for each in (engine, tiny_engine)]
     assert_same(result, expected)
     sizes = [len(body["logprob_token_ids"]) for body in ways.bodies() if "logprob_token_ids" in body]
@@ -149,8 +149,8 @@ def test_a_long_judgement_is_split_where_the_server_takes_no_more_tokens(
     assert len(set(engine.tokenize(result.text))) > MOST_IDS, "the answer has too few tokens to show it"
 
 
-def test_tokens_without_text_do_not_come(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
-    """Behind a server they are banned once one has come."""
+def test_tokens_without_text_are_banned(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+    """On a server they are banned after the first one."""
     with model_server(folders["chat"]) as (url, ways), EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         engine.load()
         lane = engine._assembly.others[-1]
@@ -165,18 +165,18 @@ def test_tokens_without_text_do_not_come(tiny_engine: EnsembleEngine, folders: d
         first, second, *_ = drafted()
         for banned in (first, second):  # as if what it says were such a token
             member.special_ids = (banned,)
-            ways.asked.clear()
+            ways.requests.clear()
             assert banned not in drafted()
             assert [body["logit_bias"] for body in ways.bodies() if "logit_bias" in body] == [{str(banned): -100.0}]
 
 
-def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
+def test_a_member_that_only_verifies_drafts_nothing_under_a_grammar(
     tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]
 ) -> None:
     url, ways = chat_server
     params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
     with EnsembleEngine(served(tiny_engine, url, "chat", drafts_under_grammar=False)) as engine:
-        ways.asked.clear()
+        ways.requests.clear()
         result = engine.generate("Letters?", params)
         assert {name for record in result.rounds for c in record.candidates for name in c.drafters} == {"base"}
         assert not [body for body in ways.bodies() if "allowed_token_ids" in body]
@@ -190,14 +190,14 @@ def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
 
 def test_a_cancelled_answer_leaves_no_request_at_the_server(mixed: tuple[EnsembleEngine, Ways]) -> None:
     engine, ways = mixed
-    stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400))
+    stream = engine.stream("Never stop", SamplingParams(max_tokens=400))
     next(event for event in stream if isinstance(event, SegmentEvent))
-    ways.delay, before = 30.0, ways.left
+    ways.delay, before = 30.0, ways.disconnected
     try:
         _until(lambda: ways.running)
         stream.close()  # type: ignore[attr-defined]
         _until(lambda: not ways.running)
-        assert ways.left == before + 1
+        assert ways.disconnected == before + 1
         _until(lambda: not engine.metrics().running)
     finally:
         ways.delay = 0.0
@@ -220,10 +220,10 @@ def test_a_slow_server_is_given_up_after_its_timeout(
         last = rest[-1]
         assert isinstance(last, FinishEvent)
         assert last.result.text.startswith(output.text)
-        assert not engine.generate(QUESTIONS[0], WIDE).warnings, "the member is back"
+        assert not engine.generate(QUESTIONS[0], WIDE).warnings, "the member has returned"
 
 
-def test_a_request_that_the_server_refuses_costs_its_answer_the_member_alone(
+def test_a_refused_request_removes_only_its_member_from_the_answer(
     mixed: tuple[EnsembleEngine, Ways],
 ) -> None:
     engine, ways = mixed
@@ -264,7 +264,7 @@ def _until(condition: Any, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_brings_it_back(
+def test_a_killed_server_removes_its_member_and_a_restarted_one_restores_it(
     tiny_engine: EnsembleEngine, folders: dict[str, Path]
 ) -> None:
     port = _free_port()
@@ -289,11 +289,11 @@ def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_bring
             engine.generate(QUESTIONS[0], WIDE, members=["chat"])
         with in_a_process(folders["chat"], port):
             assert_same(engine.generate(QUESTIONS[0], WIDE), tiny_engine.generate(QUESTIONS[0], WIDE))
-        with in_a_process(folders["base"], port):  # another model at the same address is no member of ours
+        with in_a_process(folders["base"], port):  # another model at the same address is not accepted
             fault = engine.generate(QUESTIONS[0], WIDE).warnings[0]
             assert (fault.member, fault.stage) == ("chat", "prefill")
             assert "does not exist" in fault.message
-            assert "has no model" in engine.generate(QUESTIONS[0], WIDE).warnings[0].message, "it is looked at again"
+            assert "has no model" in engine.generate(QUESTIONS[0], WIDE).warnings[0].message, "it is checked again"
 
 
 def _free_port() -> int:

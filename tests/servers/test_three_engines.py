@@ -50,7 +50,7 @@ def engine() -> Iterator[EnsembleEngine]:
         members = [
             MemberConfig(folder, name="on-vllm", server=url),
             replace(smol, name="on-llama.cpp", adapter=None, backend="llama.cpp"),
-            replace(gemma, name="here", weight=4.0),  # it alone was taught what follows the result of a tool
+            replace(gemma, name="here", weight=4.0),  # only this member was trained on the results of tools
         ]
         with EnsembleEngine(EnsembleConfig(members)) as engine:
             yield engine.load()
@@ -64,7 +64,7 @@ def assert_all_three(record: Mapping[str, Any]) -> None:
     )
 
 
-def test_each_member_is_where_it_was_put(engine: EnsembleEngine) -> None:
+def test_each_member_runs_in_its_configured_place(engine: EnsembleEngine) -> None:
     reports = {report.name: report for report in engine.describe()}
     assert reports["on-vllm"].device.startswith("http://127.0.0.1:")
     assert reports["on-vllm"].verification == "tokens"
@@ -97,7 +97,7 @@ def test_a_query_engine_of_llamaindex_streams_the_same_way(engine: EnsembleEngin
 
 @wrap_model_call
 def one_call(request: Any, handler: Any) -> Any:
-    """Members this small are asked to call first, and then to answer."""
+    """A choice that makes small members call first, and answer then."""
     answering = request.messages[-1].type == "tool"
     return handler(request.override(tools=[]) if answering else request.override(tool_choice="any"))
 
@@ -128,7 +128,7 @@ async def test_an_agent_of_llamaindex_calls_its_tool_and_answers(engine: Ensembl
     assert str(await handler)
 
 
-def test_the_two_here_answer_when_the_server_is_not_asked(engine: EnsembleEngine) -> None:
+def test_the_two_local_members_answer_if_the_server_is_not_selected(engine: EnsembleEngine) -> None:
     *_, last = engine.stream(QUESTION, members=["on-llama.cpp", "here"])
     assert isinstance(last, FinishEvent)
     assert set(last.result.usage.members) == {"on-llama.cpp", "here"}

@@ -1,4 +1,4 @@
-"""A member behind a server that has the token endpoint answers as it does here, with fewer requests."""
+"""A member on a server with the token endpoint gives the same answers as a local one, with fewer requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
 SCHEMA = {"properties": {"n": {"type": "integer"}, "why": {"type": "string", "maxLength": 20}}}
 LARK = 'start: word ("," word)*\nword: /[a-e]{2,5}/'
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
-Lie = Callable[[dict[str, Any]], Any]
+Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.fixture(scope="module")
 def chat(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Ways]]:
-    """The chat model behind a server with the endpoint, the base model here."""
+    """The chat model on a server with the endpoint, and a local base model."""
     with (
         model_server(folders["chat"], Ways(tokens=True)) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
@@ -56,25 +56,25 @@ def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str
     ],
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "regex", "choice", "lark", "schema"],
 )
-def test_it_answers_as_it_does_here(
+def test_a_member_on_the_token_endpoint_answers_as_it_does_locally(
     tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], params: SamplingParams
 ) -> None:
     engine, ways = chat
-    ways.asked.clear()
+    ways.requests.clear()
     for question in QUESTIONS:
         assert_same(engine.generate(question, params), tiny_engine.generate(question, params))
-    assert {path for path, body in ways.asked if "top_logprobs" not in body} >= {PATH}
+    assert {path for path, body in ways.requests if "top_logprobs" not in body} >= {PATH}
     if not params.top_logprobs:
         assert not ways.bodies(), "nothing is asked by text completions"
 
 
-def test_tools_are_called_as_they_are_here(tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]) -> None:
+def test_tools_are_called_as_they_are_locally(tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]) -> None:
     options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "any"}
     params = SamplingParams(max_tokens=60)
     assert_same(chat[0].generate("Ring!", params, **options), tiny_engine.generate("Ring!", params, **options))
 
 
-def test_alone_and_eight_at_once_it_answers_as_it_does_here(
+def test_single_and_concurrent_answers_equal_local_ones(
     tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]
 ) -> None:
     questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
@@ -85,7 +85,7 @@ def test_alone_and_eight_at_once_it_answers_as_it_does_here(
     assert_same(result, tiny_engine.generate(QUESTIONS[0], WIDE, members=["chat"]))
 
 
-def test_a_seed_gives_the_same_answer_again(chat: tuple[EnsembleEngine, Ways]) -> None:
+def test_a_seed_makes_answers_repeatable(chat: tuple[EnsembleEngine, Ways]) -> None:
     grammar = Grammar.json_schema(SCHEMA)
     for params in (
         SamplingParams(max_tokens=30, temperature=1.0, seed=5),
@@ -107,11 +107,11 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
         EnsembleEngine(replace(served(tiny_engine, url, "chat"), speculation="off", early_margin=0)) as engine,
     ):
         engine.load()
-        ways.asked.clear()
+        ways.requests.clear()
         result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=60))
         drafts, verdicts = drafts_and_verdicts(ways)
         assert len(result.rounds) > 5
-        again = 1  # random models say special tokens, without which they are asked again
+        again = 1  # random models produce special tokens, and are requested again without them
         assert sum(draft["max_tokens"] > 1 for draft in drafts) <= len(result.rounds) + again
         candidates = sum(len(record.candidates) for record in result.rounds if record.verified)
         assert len(drafts) + len(verdicts) <= 1 + again + len(result.rounds) + candidates, "one reads the prompt"
@@ -119,16 +119,18 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
             assert (params["skip_reading_prefix_cache"], params["detokenize"]) == (False, False)
 
 
-def test_no_place_is_requested_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
-    """No place is judged twice in an answer, nor drafted where it is known."""
+def test_no_position_is_requested_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
+    """In an answer no position is scored twice, and no known position is drafted."""
     engine, ways = chat
-    ways.asked.clear()
+    ways.requests.clear()
     engine.generate(QUESTIONS[0], SamplingParams(max_tokens=40))
     requests = [json.dumps(body) for body in ways.bodies(PATH)]
     assert len(requests) == len(set(requests))
 
 
-def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+def test_a_led_draft_is_one_request_that_verifies_the_guess(
+    tiny_engine: EnsembleEngine, folders: dict[str, Path]
+) -> None:
     """Both members are the same model, so that one draft often settles a round."""
     config = tiny_engine.config
     chat_member = next(m for m in config.member_configs if m.label == "chat")
@@ -141,7 +143,7 @@ def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEng
             scheduler = engine.load()._scheduler
             assert scheduler is not None
             scheduler.lane_stats = replace(scheduler.lane_stats, step_seconds=lambda: {"quick": 0.01, "slow": 1.0})
-            ways.asked.clear()
+            ways.requests.clear()
             result = engine.generate(QUESTIONS[3], LONG)
         led = [record for record in result.rounds if record.leader == "quick"]
         assert len(led) > len(result.rounds) / 2
@@ -159,7 +161,7 @@ def test_a_draft_under_a_grammar_is_few_requests(
 ) -> None:
     engine, ways = chat
     for grammar in (Grammar.choice(["yes", "yesterday", "no"]), Grammar.json_schema(SCHEMA)):
-        ways.asked.clear()
+        ways.requests.clear()
         result = engine.generate("Which?", SamplingParams(max_tokens=60, grammar=grammar), members=["chat"])
         drafts, _ = drafts_and_verdicts(ways)
         drawn = [record.candidates[0].tokens for record in result.rounds if record.candidates[0].tokens]
@@ -169,7 +171,7 @@ def test_a_draft_under_a_grammar_is_few_requests(
 
 
 @pytest.mark.parametrize("lack", [{"keeps_grammars": False}, {"fails_under": r"\]> <\[0-.*\*"}], ids=["all", "ranges"])
-def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
+def test_a_server_without_such_grammars_drafts_one_token_a_request(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], lack: dict[str, Any]
 ) -> None:
     with (
@@ -177,7 +179,7 @@ def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
     ):
         assert "do not keep to ranges of tokens" in engine.describe()[0].advice
-        ways.asked.clear()
+        ways.requests.clear()
         params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
         assert_same(engine.generate(QUESTIONS[2], params), tiny_engine.generate(QUESTIONS[2], params))
         drafts, _ = drafts_and_verdicts(ways)
@@ -185,19 +187,19 @@ def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
         assert [draft for draft in drafts if "allowed_token_ids" in draft]
 
 
-def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
+def test_a_server_that_fails_under_a_grammar_drafts_single_tokens(
     tiny_engine: EnsembleEngine,
     chat: tuple[EnsembleEngine, Ways],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As vLLM does whose xgrammar takes no part of the grammars that llguidance takes."""
+    """vLLM fails like this if its xgrammar does not support a grammar that llguidance supports."""
     engine, ways = chat
     params = SamplingParams(max_tokens=60, grammar=Grammar.json_schema(SCHEMA))
     expected = tiny_engine.generate(QUESTIONS[2], params)
     engine.load()
     for expression in ("", r"\*"):
-        ways.asked.clear()
+        ways.requests.clear()
         monkeypatch.setattr(ways, "fails_under", expression)
         result = engine.generate(QUESTIONS[2], params)
         assert_same(result, expected)
@@ -207,7 +209,7 @@ def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
         assert any(re.search(expression, grammar) for grammar in bound), "it was asked, and failed"
         assert any("allowed_token_ids" in draft for draft in drafts)
     texts = [record for record in caplog.records if "--structured-outputs-config.backend guidance" in record.message]
-    assert len(texts) == 1, "it is said once"
+    assert len(texts) == 1, "it is reported once"
     assert texts[0].levelname == "WARNING"
 
 
@@ -215,10 +217,10 @@ def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
 
 
 @pytest.mark.parametrize("ways", [Ways(tokens=True, block=4), Ways(tokens=True, block=4, all_rows=False)], ids=repr)
-def test_rows_in_front_of_the_cache_are_never_read(
+def test_rows_before_the_cached_part_are_never_read(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], ways: Ways
 ) -> None:
-    """Blocks end inside candidates, all of them are cached the second time, and old rows look like right ones."""
+    """Blocks end inside candidates, all are cached the second time, and stale rows look like valid ones."""
     with model_server(folders["chat"], ways) as (url, _), EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         for _ in range(2):
             for question in QUESTIONS[:2]:
@@ -226,11 +228,11 @@ def test_rows_in_front_of_the_cache_are_never_read(
         assert not engine.load().generate(QUESTIONS[0], WIDE).warnings
 
 
-def test_a_candidate_whose_rows_fail_goes_by_prefixes(
+def test_a_candidate_with_failed_rows_is_scored_by_prefixes(
     tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]
 ) -> None:
     engine, ways = chat
-    ways.asked.clear()
+    ways.requests.clear()
     ways.broken_rows = 3
     assert_same(engine.generate(QUESTIONS[0], WIDE), tiny_engine.generate(QUESTIONS[0], WIDE))
     assert ways.broken_rows == 0
@@ -238,17 +240,17 @@ def test_a_candidate_whose_rows_fail_goes_by_prefixes(
 
 
 @pytest.mark.parametrize("all_rows", [True, False])
-def test_answers_stay_short_at_long_contexts(
+def test_responses_stay_short_at_long_contexts(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_rows: bool
 ) -> None:
-    """A server that sends a row for every token is asked by prefixes there, whose answers have none."""
+    """A server that sends a row for every token is queried by prefixes there, whose responses have no rows."""
     monkeypatch.setattr(vllm, "MOST_ROWS", 64)
     with (
         model_server(folders["chat"], Ways(tokens=True, all_rows=all_rows)) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
     ):
         engine.load()
-        ways.asked.clear()
+        ways.requests.clear()
         for question in (QUESTIONS[0], "Say more. " * 30):
             assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
         judged = [body for body in ways.bodies(PATH) if "prompt_logprobs" in body["sampling_params"]]
@@ -265,7 +267,7 @@ def test_answers_stay_short_at_long_contexts(
     [
         (Ways(tokens=True), "tokens", ""),
         (Ways(), "prefixes", "no token endpoint: start it with --enable-scale-out; then a verification is a request"),
-        (Ways(tokens=True, tells_metrics=False), "prefixes", "lacks the block size of its cache"),
+        (Ways(tokens=True, has_metrics=False), "prefixes", "lacks the block size of its cache"),
         (Ways(tokens=True, off_by_tokens=-0.5), "prefixes", "its token endpoint scores otherwise"),
         (Ways(tokens=True, off_by_tokens=50.0), "prefixes", "its token endpoint does not judge (the server gives"),
         (Ways(tokens=True, broken_rows=2), "tokens", ""),
@@ -288,10 +290,10 @@ def test_doctor_names_the_verification_and_the_savings_of_the_flag(
 # ── lies ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def scores(value: Any) -> Lie:
-    """Every log-probability is this one."""
+def scores(value: Any) -> Change:
+    """Set every log-probability to this value."""
 
-    def lie(reported: dict[str, Any]) -> dict[str, Any]:
+    def change(reported: dict[str, Any]) -> dict[str, Any]:
         entries = [entry for row in reported["prompt_logprobs"] or [] for entry in (row or {}).values()]
         for content in reported["choices"][0]["logprobs"]["content"]:
             entries += [content, *content["top_logprobs"]]
@@ -299,22 +301,22 @@ def scores(value: Any) -> Lie:
             entry["logprob"] = value
         return reported
 
-    return lie
+    return change
 
 
-def saying(*ids: Any) -> Lie:
-    """Every continuation is these tokens."""
+def continuing_with(*ids: Any) -> Change:
+    """Replace every continuation by these tokens."""
 
-    def lie(reported: dict[str, Any]) -> dict[str, Any]:
+    def change(reported: dict[str, Any]) -> dict[str, Any]:
         [choice] = reported["choices"]
         entry = choice["logprobs"]["content"][0]
         content = [{**entry, "token_id": token, "rank": 1} for token in ids]
         return {**reported, "choices": [{**choice, "token_ids": list(ids), "logprobs": {"content": content}}]}
 
-    return lie
+    return change
 
 
-def without(name: str) -> Lie:
+def without(name: str) -> Change:
     return lambda reported: {key: value for key, value in reported.items() if key != name}
 
 
@@ -325,10 +327,18 @@ def other_tokens_scored(reported: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "change",
     [
         *map(scores, (math.nan, math.inf, 800.0, 5.0, "high", None)),
-        *(saying(*range(2000)), saying(-1), saying(10**9), saying("a"), saying(True), saying([1]), saying()),
+        *(
+            continuing_with(*range(2000)),
+            continuing_with(-1),
+            continuing_with(10**9),
+            continuing_with("a"),
+            continuing_with(True),
+            continuing_with([1]),
+            continuing_with(),
+        ),
         *(without("choices"), lambda reported: [], lambda reported: "nonsense", lambda reported: {"choices": [{}]}),
         other_tokens_scored,
     ],
@@ -338,13 +348,15 @@ def other_tokens_scored(reported: dict[str, Any]) -> dict[str, Any]:
         *("no choices", "a list instead", "text instead", "empty", "others scored"),
     ],
 )
-def test_a_server_that_lies_costs_its_member_the_answer(chat: tuple[EnsembleEngine, Ways], lie: Lie) -> None:
+def test_an_invalid_server_response_removes_its_member_from_the_answer(
+    chat: tuple[EnsembleEngine, Ways], change: Change
+) -> None:
     engine, ways = chat
-    ways.lie_of_tokens = lie
+    ways.replace_tokens = change
     try:
         result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12))
     finally:
-        ways.lie_of_tokens = None
+        ways.replace_tokens = None
     [warning] = result.warnings
     assert (warning.member, warning.kind in ("ServerError", "ServerSettingsError")) == ("chat", True), warning
     assert result.text
@@ -358,17 +370,17 @@ def wrong_rows(reported: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "change",
     [wrong_rows, without("prompt_logprobs"), lambda reported: {**reported, "prompt_logprobs": [None]}],
     ids=range(3),
 )
-def test_rows_of_other_tokens_are_not_believed(
-    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], lie: Lie
+def test_rows_of_other_tokens_are_rejected(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], change: Change
 ) -> None:
     engine, ways = chat
-    ways.lie_of_tokens = lie
+    ways.replace_tokens = change
     try:
         result = engine.generate(QUESTIONS[0], WIDE)
     finally:
-        ways.lie_of_tokens = None
+        ways.replace_tokens = None
     assert_same(result, tiny_engine.generate(QUESTIONS[0], WIDE))

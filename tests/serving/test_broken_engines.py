@@ -1,4 +1,4 @@
-"""A broken part is reported at once: to callers that want an engine, to waiting callers, and by a server's health."""
+"""A broken part is reported immediately: to new callers, to waiting callers, and by a server's health."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.fake_lane import FakeLane, scripted
 
 @pytest.fixture
 def broken() -> Iterator[FakeEngine]:
-    """An engine that answered once, and whose lane broke then."""
+    """An engine that answered once before its lane broke."""
     lane = FakeLane({"a": scripted(TALE)})
     with FakeEngine(lane) as engine:
         engine.generate("x", SamplingParams(max_tokens=5))
@@ -41,7 +41,7 @@ def broken() -> Iterator[FakeEngine]:
         yield engine
 
 
-def test_an_engine_that_broke_is_closed_and_says_why(broken: FakeEngine) -> None:
+def test_a_broken_engine_is_closed_with_the_reason(broken: FakeEngine) -> None:
     assert broken.closed
     assert "SystemExit: killed" in str(broken.failure)
     assert broken.failure is not None
@@ -50,7 +50,7 @@ def test_an_engine_that_broke_is_closed_and_says_why(broken: FakeEngine) -> None
         broken.generate("x", SamplingParams(max_tokens=5))
 
 
-def test_an_engine_that_was_closed_did_not_break() -> None:
+def test_a_closed_engine_is_not_reported_as_broken() -> None:
     engine = FakeEngine(FakeLane({"a": scripted(TALE)}))
     engine.load()
     assert not engine.closed
@@ -59,7 +59,7 @@ def test_an_engine_that_was_closed_did_not_break() -> None:
     assert engine.failure is None
 
 
-def test_a_lease_never_gets_an_engine_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_never_gets_a_broken_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeEngine] = []
 
     def make(config: Any) -> EnsembleEngine:
@@ -79,11 +79,11 @@ def test_a_lease_never_gets_an_engine_that_broke(monkeypatch: pytest.MonkeyPatch
     with lease_engine(config) as fresh:
         assert fresh.engine is made[1]
         assert fresh.engine.generate("x", SamplingParams(max_tokens=50)).text == " " + TALE.removesuffix(" .")
-        assert made[0].lanes[0].closed, "what the broken one held is free"
+        assert made[0].lanes[0].closed, "the broken engine's lane is closed"
     first.close()
 
 
-def test_a_lane_that_breaks_while_nothing_runs_is_seen_too() -> None:
+def test_a_lane_that_breaks_while_idle_is_detected() -> None:
     lane = FakeLane({"a": scripted(TALE)})
     with FakeEngine(lane) as engine:
         engine.generate("x", SamplingParams(max_tokens=5))
@@ -92,7 +92,7 @@ def test_a_lane_that_breaks_while_nothing_runs_is_seen_too() -> None:
         assert "killed" in str(engine.failure)
 
 
-def test_members_whose_lane_is_lost_are_named_while_the_others_answer() -> None:
+def test_members_of_a_lost_lane_are_named_while_others_answer() -> None:
     first, second = two()
     with FakeEngine(first, second) as engine:
         assert engine.load().lost_members == ()
@@ -106,7 +106,7 @@ def test_members_whose_lane_is_lost_are_named_while_the_others_answer() -> None:
         assert engine.lost_members == ()
 
 
-def test_a_lane_whose_thread_ended_says_so(tiny_engine: EnsembleEngine) -> None:
+def test_a_lane_with_an_ended_thread_reports_it(tiny_engine: EnsembleEngine) -> None:
     class Dying:
         """A lane whose first step ends its thread."""
 
@@ -139,7 +139,7 @@ class Wire:
         self.inbox.put(Ready((), {}))
 
     def send(self, message: object, /) -> None:
-        if message is None:  # the other end leaves
+        if message is None:  # the other end closes
             self.inbox.put(EOFError())
         if not isinstance(message, tuple):
             return
@@ -161,8 +161,8 @@ class Wire:
 ASKED = StageRequest(1, "a", Think(1, 1))
 
 
-def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
-    """The result of a stage that is asked for."""
+def pending_stage(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
+    """The result of a requested stage."""
     lane, results, answered = PipedLane("a", wire), list[StageResult](), threading.Event()
 
     def reply(result: Any) -> None:
@@ -187,8 +187,8 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_every_failure_of_a_pipes_reader_gives_its_stages_a_fault(message: object, kind: str) -> None:
-    lane, [result] = asked(Wire(message))
+def test_every_failure_of_a_pipes_reader_is_a_fault_of_its_stages(message: object, kind: str) -> None:
+    lane, [result] = pending_stage(Wire(message))
     assert result.error is not None
     assert result.error.kind == kind
     assert not result.error.is_fatal
@@ -203,14 +203,14 @@ def test_every_failure_of_a_pipes_reader_gives_its_stages_a_fault(message: objec
 def test_an_unrequested_result_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     unknown, expected = (Answered((StageResult(n, "a", Closed()),), CacheUse(), ()) for n in (99, 1))
     with caplog.at_level(logging.WARNING, "specfuse_shared.members.pipe"):
-        lane, [result] = asked(Wire(unknown, expected))
+        lane, [result] = pending_stage(Wire(unknown, expected))
     assert (result.answer, result.value, lane.fault) == (1, Closed(), None)
     assert "was not asked" in caplog.text
     lane.close()
 
 
-def test_an_object_that_cannot_cross_a_pipe_fails_alone() -> None:
-    lane, [result] = asked(Wire(unsendable=True))
+def test_an_object_that_cannot_be_pickled_fails_alone() -> None:
+    lane, [result] = pending_stage(Wire(unsendable=True))
     assert result.error is not None
     assert result.error.kind == "PicklingError"
     assert lane.fault is None
@@ -221,7 +221,7 @@ def test_an_object_that_cannot_cross_a_pipe_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("lie", [float("nan"), float("inf"), 800.0, 5.0])
-def test_an_election_takes_no_number_for_a_probability_that_is_none(lie: float) -> None:
+def test_an_election_rejects_values_that_are_no_probabilities(lie: float) -> None:
     good, bad = "good", "bad!"
 
     def row(first: float, second: float) -> list[CandidateLogprobs]:
@@ -257,7 +257,7 @@ CONTEXT = text(b"llama.context_length") + struct.pack("<II", 4, 4096)
         (head(CONTEXT, count=1 << 62), "entries"),
     ],
 )
-def test_the_head_of_a_gguf_file_that_lies_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
+def test_an_invalid_header_of_a_gguf_file_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(data)
     with pytest.raises(MemberLoadError, match=says):
@@ -268,7 +268,7 @@ def test_the_head_of_a_gguf_file_that_lies_is_refused(tmp_path: Path, data: byte
         engine.load()
 
 
-def test_the_head_of_a_gguf_file_says_its_context(tmp_path: Path) -> None:
+def test_the_header_of_a_gguf_file_has_the_context_limit(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     scalars = text(b"s") + struct.pack("<IIQ4H", 9, 2, 4, *range(4))
     strings = text(b"t") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + text(b"b")

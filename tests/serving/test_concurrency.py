@@ -42,7 +42,7 @@ def paged(engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(params=["dynamic", "paged"])
 def either(request: pytest.FixtureRequest, engine: EnsembleEngine) -> EnsembleEngine:
-    """That engine in each execution."""
+    """The engine in each execution."""
     chosen = engine if request.param == "dynamic" else request.getfixturevalue(request.param)
     assert isinstance(chosen, EnsembleEngine)
     return chosen
@@ -59,7 +59,9 @@ def wait_until_idle(engine: EnsembleEngine) -> None:
         time.sleep(0.01)
 
 
-def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEngine, either: EnsembleEngine) -> None:
+def test_twenty_concurrent_answers_equal_answers_one_after_another(
+    engine: EnsembleEngine, either: EnsembleEngine
+) -> None:
     prompts = requests(20)
     expected = [answer_of(engine.generate(question, params)) for question, params in prompts]
     before = either.metrics().batch_size.total
@@ -71,7 +73,7 @@ def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEn
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_joining_leaving_and_cancelling_change_no_answer(
+def test_joining_leaving_and_cancelling_change_no_other_answer(
     engine: EnsembleEngine, either: EnsembleEngine, seed: int
 ) -> None:
     prompts, chance = requests(20), random.Random(seed)
@@ -117,15 +119,15 @@ def test_threads_and_event_loops_mix(engine: EnsembleEngine) -> None:
     assert [results[n] for n in range(8)] == expected
 
 
-async def test_async_events_are_those_of_the_stream(engine: EnsembleEngine) -> None:
+async def test_async_events_equal_the_streams_events(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=40)
     streamed = list(engine.stream("How do tides work?", params))
     results = [event async for event in engine.astream("How do tides work?", params)]
 
-    def shown(events: list[Event]) -> list[tuple[str, str]]:
+    def texts_of(events: list[Event]) -> list[tuple[str, str]]:
         return [(type(e).__name__, e.text if isinstance(e, SegmentEvent) else "") for e in events]
 
-    assert shown(results) == shown(streamed)
+    assert texts_of(results) == texts_of(streamed)
 
 
 async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: EnsembleEngine) -> None:
@@ -146,7 +148,7 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
 
 def test_a_timeout_ends_the_answer_with_its_text_so_far(engine: EnsembleEngine) -> None:
     outputs: list[str] = []
-    stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400), timeout=0.01)
+    stream = engine.stream("Never stop", SamplingParams(max_tokens=400), timeout=0.01)
     with pytest.raises(RequestTimeoutError, match="timeout passed") as late:
         outputs.extend(e.text for e in stream if isinstance(e, SegmentEvent))
     assert late.value.text == "".join(outputs)
@@ -196,11 +198,11 @@ def test_a_stream_that_is_never_read_is_stopped_when_it_is_dropped(engine: Ensem
 def test_a_full_queue_refuses_or_waits_as_configured(tiny_engine: EnsembleEngine) -> None:
     gate, params = threading.Event(), SamplingParams(max_tokens=40)
 
-    def held(totals: Sequence[float], round_index: int) -> ExitDecision:
+    def blocking_exit(totals: Sequence[float], round_index: int) -> ExitDecision:
         assert gate.wait(60)
         return never(totals, round_index)
 
-    config = replace(tiny_engine.config, exit=held, max_concurrent=1, max_queue=1, when_busy="raise")
+    config = replace(tiny_engine.config, exit=blocking_exit, max_concurrent=1, max_queue=1, when_busy="raise")
     with EnsembleEngine(config) as engine:
         running = engine.stream("First", params)
         next(running)
@@ -228,7 +230,7 @@ def test_a_full_queue_refuses_before_anything_is_read(
 ) -> None:
     gate, read, plainly = threading.Event(), list[str](), PromptEncoder.encode
 
-    def held(totals: Sequence[float], round_index: int) -> ExitDecision:
+    def blocking_exit(totals: Sequence[float], round_index: int) -> ExitDecision:
         assert gate.wait(60)
         return never(totals, round_index)
 
@@ -237,7 +239,7 @@ def test_a_full_queue_refuses_before_anything_is_read(
         return plainly(self, messages, tools)
 
     monkeypatch.setattr(PromptEncoder, "encode", spied)
-    config = replace(tiny_engine.config, exit=held, max_concurrent=1, max_queue=1, when_busy="raise")
+    config = replace(tiny_engine.config, exit=blocking_exit, max_concurrent=1, max_queue=1, when_busy="raise")
     with EnsembleEngine(config) as engine:
         streams = [engine.stream("First"), engine.stream("Second")]
         read.clear()
@@ -252,7 +254,9 @@ def test_a_full_queue_refuses_before_anything_is_read(
         engine.check_busy()
 
 
-async def test_an_abandoned_call_reads_no_further(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abandoned_call_stops_the_prefill(
+    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, gate, read, plainly = threading.Event(), threading.Event(), list[str](), PromptEncoder.encode
 
     def slow(self: PromptEncoder, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -276,7 +280,7 @@ async def test_an_abandoned_call_reads_no_further(tiny_engine: EnsembleEngine, m
         assert engine.metrics().running == engine.metrics().waiting == 0
 
 
-async def test_more_asynchronous_calls_than_the_queue_holds_may_wait(tiny_engine: EnsembleEngine) -> None:
+async def test_more_asynchronous_calls_than_the_queue_size_can_wait(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=5)
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1, max_queue=1)) as engine:
         engine.load()
@@ -295,7 +299,7 @@ async def test_more_asynchronous_calls_than_the_queue_holds_may_wait(tiny_engine
         assert (await engine.agenerate("And then", params)).text
 
 
-def test_memory_decides_which_answers_run(tiny_engine: EnsembleEngine) -> None:
+def test_memory_limits_the_running_answers(tiny_engine: EnsembleEngine) -> None:
     members = local_members(tiny_engine)
     drafts = 2 * tiny_engine.config.segment_tokens
     one = sum(256 * m.bytes_per_token + drafts * m.vocabulary_size * 4 for m in members)
@@ -346,7 +350,7 @@ def test_a_shared_prefix_is_read_once(tiny_engine: EnsembleEngine, execution: st
         assert engine.metrics().prefix_bytes > 0
 
 
-def test_remembered_prefixes_stay_within_their_budget(tiny_engine: EnsembleEngine) -> None:
+def test_cached_prefixes_stay_within_their_budget(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, cache_bytes=8_000_000)) as engine:
         for number in range(30):
             engine.generate(f"{number} {'moon tide ' * 40}", SamplingParams(max_tokens=5))
@@ -354,7 +358,7 @@ def test_remembered_prefixes_stay_within_their_budget(tiny_engine: EnsembleEngin
         assert engine.metrics().prefix_bytes > 0
 
 
-def test_equal_configurations_share_one_engine_until_the_last_holder_lets_go(tiny_engine: EnsembleEngine) -> None:
+def test_equal_configurations_share_one_engine_until_the_last_one_is_closed(tiny_engine: EnsembleEngine) -> None:
     config = replace(tiny_engine.config, segment_tokens=5)
     results: list[EnsembleEngine] = []
     leases = [lease_engine(config), lease_engine(replace(config))]
@@ -398,7 +402,7 @@ def test_a_forked_child_gets_a_clear_error_and_a_fresh_registry(engine: Ensemble
 
 
 def _forward_sizes(member: LocalMember) -> list[int]:
-    """Tokens of each later forward of a member's model."""
+    """Tokens of each later forward pass of a member's model."""
     sizes: list[int] = []
     member.runner.model.register_forward_pre_hook(
         lambda _, __, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True

@@ -57,7 +57,7 @@ def expected(tiny_engine: EnsembleEngine, texts: list[str]) -> dict[str, str]:
         return {text: plain.generate(prompt(text), PARAMS).text for text in texts}
 
 
-def test_one_prompt_asked_many_times_at_once_is_read_once(engine: EnsembleEngine) -> None:
+def test_concurrent_requests_with_one_prompt_read_it_once(engine: EnsembleEngine) -> None:
     member = local_members(engine)[0]
     size = len(member.encode_prompt(_messages("Why?")))
     alone = fed_tokens(engine)
@@ -82,7 +82,7 @@ def test_prompts_with_a_common_prefix_share_it(engine: EnsembleEngine, tiny_engi
 
 
 @pytest.mark.parametrize("way", ["closed", "timed out"])
-def test_a_read_prompt_stays_when_an_answer_stops(engine: EnsembleEngine, way: str) -> None:
+def test_the_prompt_of_a_stopped_answer_stays_cached(engine: EnsembleEngine, way: str) -> None:
     endless = SamplingParams(max_tokens=300, min_tokens=300, ignore_eos=True)
     if way == "closed":
         stream = engine.stream(prompt("Stop?"), endless)
@@ -99,7 +99,7 @@ def test_a_read_prompt_stays_when_an_answer_stops(engine: EnsembleEngine, way: s
     assert engine.metrics().reused_prompt_tokens - before > result.usage.prompt_tokens
 
 
-def test_half_a_prompt_stays_too(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_read_prompt_stays_cached(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "alone", 16)
     counts, text = fed_tokens(engine), "moon " * 60
     stream = engine.stream(prompt(text), PARAMS)
@@ -112,10 +112,10 @@ def test_half_a_prompt_stays_too(engine: EnsembleEngine, monkeypatch: pytest.Mon
     assert read < len(local_members(engine)[0].encode_prompt(_messages(text)))
     before = engine.metrics().reused_prompt_tokens
     engine.generate(prompt(text), PARAMS)
-    assert engine.metrics().reused_prompt_tokens - before >= 32, "what was read is not read again"
+    assert engine.metrics().reused_prompt_tokens - before >= 32, "read tokens are not read again"
 
 
-def test_nothing_of_a_member_that_failed_is_kept(engine: EnsembleEngine) -> None:
+def test_the_cache_of_a_failed_member_is_not_kept(engine: EnsembleEngine) -> None:
     runner = local_members(engine)[0].runner
     step, calls = runner.step, iter(range(100))
 
@@ -132,11 +132,11 @@ def test_nothing_of_a_member_that_failed_is_kept(engine: EnsembleEngine) -> None
 
 
 ENDS = st.sampled_from(("run", "run", "stop", "timeout"))
-Asked = tuple[str, str, float]
-"""A text, how its answer ends, and seconds after the one before."""
+ScheduledRequest = tuple[str, str, float]
+"""A text, the way its answer ends, and the seconds after the previous request."""
 
 
-def ask_all(engine: EnsembleEngine, schedule: list[Asked], texts: dict[str, str]) -> None:
+def ask_all(engine: EnsembleEngine, schedule: list[ScheduledRequest], texts: dict[str, str]) -> None:
     """Ask on schedule; the text of an answer is a prefix of the one in `texts`, or all of it."""
     running = []
     for text, end, pause in schedule:
@@ -152,11 +152,11 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], texts: dict[str, str]
         if end == "run":
             assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == texts[text]
         elif end == "timeout":
-            reply = ""
+            received = ""
             with suppress(RequestTimeoutError):
                 for event in stream:
-                    reply += event.text if isinstance(event, SegmentEvent) else ""
-            assert texts[text].startswith(reply)
+                    received += event.text if isinstance(event, SegmentEvent) else ""
+            assert texts[text].startswith(received)
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
@@ -173,7 +173,7 @@ def test_texts_do_not_depend_on_sharing_waiting_or_stopping(tiny_engine: Ensembl
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(tiny_engine: EnsembleEngine) -> None:
-    """Of each text that is asked for: an engine that reuses nothing says the same, and so does the naive round."""
+    """An engine without prefix reuse and the naive round give the same texts."""
     beginnings = ("Why", "Why the sea is salt and the moon is round,", "Tell me of ships, " * 8, "")
     texts = [f"{beginning} {n} tides?" for n in range(4) for beginning in beginnings]
     whole = expected(tiny_engine, texts)
@@ -186,7 +186,7 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
         pauses = st.sampled_from((0.0, 0.0, 0.0, 0.005, 0.02, 0.05))
         request = st.tuples(st.sampled_from(texts), ENDS, pauses)
         schedule = data.draw(st.lists(request, min_size=200, max_size=200))
-        cache = data.draw(st.sampled_from((None, 8 << 20)))  # memory for all of them, or for a few at a time
+        cache = data.draw(st.sampled_from((None, 8 << 20)))  # memory for all requests, or for a few at a time
         config = replace(tiny_engine.config, max_concurrent=16, cache_bytes=cache)
         with EnsembleEngine(config) as engine:
             ask_all(engine, schedule, whole)
@@ -196,7 +196,7 @@ def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(
 
 
 def naive_text(engine: EnsembleEngine, text: str, length: int) -> str:
-    """The first `length` characters that the method without caches and batches answers."""
+    """The first `length` characters of the naive round's answer."""
     members, reply = local_members(engine), ""
     with eager(members):
         for result in naive_rounds(engine.config, members, _messages(text), PARAMS):
@@ -206,7 +206,7 @@ def naive_text(engine: EnsembleEngine, text: str, length: int) -> str:
     return reply[:length]
 
 
-def test_a_piece_takes_as_long_as_it_may() -> None:
+def test_a_piece_uses_its_allowed_time() -> None:
     pace = Pace()
     assert pace.alone == pace.tokens(0.0) == 128, "nothing was timed yet"
     pace.learn(0.05, 0)
@@ -220,9 +220,9 @@ def test_a_piece_takes_as_long_as_it_may() -> None:
     slow = Pace()
     slow.learn(1.0, 0)
     slow.learn(1.1, 64)
-    assert slow.alone == 128, "where the weights take long to read, a piece is worth it"
+    assert slow.alone == 128, "with slow weights, a piece is worth its forward pass"
     dear = Pace(step=0.1, token=0.1, last=16)
-    assert dear.alone == 64, "a smaller one would read the weights for little"
+    assert dear.alone == 64, "a smaller piece would read the weights for few tokens"
 
 
 def test_a_long_answer_does_not_make_the_weights_slower_to_read() -> None:
@@ -234,7 +234,7 @@ def test_a_long_answer_does_not_make_the_weights_slower_to_read() -> None:
     assert pace.step <= 0.15
 
 
-def test_answers_that_have_begun_keep_half_of_the_time() -> None:
+def test_running_answers_keep_half_of_the_time() -> None:
     pace, reading = Pace(step=0.1, token=0.001, last=500), ReadingTime()
     answers, prompts = 0.0, 0.0
     for rides in (True, False) * 50:
@@ -258,7 +258,7 @@ def test_a_piece_waits_until_it_is_worth_its_forward_pass() -> None:
     dear = Pace(step=0.1, token=0.1, last=16)
     assert reading.pieces(dear, True, 1000) == (0, 0.0)
     reading.learn(dear, 0.0, answers=1.0, prompts=0.0)
-    assert reading.pieces(dear, True, 1000)[0] == 64, "at any cost, reading continues"
+    assert reading.pieces(dear, True, 1000)[0] == 64, "reading continues at any cost"
 
 
 def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
@@ -272,7 +272,7 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
         return [sizes.get(work, 0) for work in (long, short, shortest)]
 
     assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of the rest after the shortest"
-    assert pieces(100, 20) == [5, 15, 40], "who is read to the end waits for little else"
+    assert pieces(100, 20) == [5, 15, 40], "a prompt that is almost read has precedence"
     assert pieces(20, 20) == [5, 0, 15]
     assert pieces(2000, 20) == [900, 300, 40]
     assert pieces(0, 20) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Faults injected into one member or one request at every stage: no hang, no lost text, no harm to neighbours."""
+"""Faults in one member or one request at every stage: no hang, no lost text, no effect on concurrent answers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 
 
 @pytest.fixture(autouse=True)
-def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """The injected faults and their effects, for the summary of the run."""
+def record_faults(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Record the injected faults and their effects for the summary of the run."""
     before = len(TABLE)
     yield
     for row in TABLE[before:]:
@@ -74,13 +74,13 @@ def test_a_faulty_member_leaves_and_the_answer_continues(engine: EnsembleEngine,
     assert warning.stage == ("draft" if stage == "commit" or (stage, kind) == ("prefill", "NaN") else stage)
     assert result.result is not None
     assert result.shown == result.result.text != ""
-    if stage != "commit":  # one that is led may commit as late as in the last round: who leads hangs on seconds
+    if stage != "commit":  # a follower may first commit in the last round: the leader depends on measured seconds
         assert result.result.rounds[-1].active == ("chat",)
     exits = [e for r in result.result.rounds for e in r.exits]
     assert [(e.member, e.reason) for e in exits] == [("base", "fault")]
     TABLE.append((kind, stage, "a member", f"left in {warning.stage}; {len(result.shown)} characters by the other one"))
     healthy = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
-    assert not healthy.warnings, "the fault is gone with its request"
+    assert not healthy.warnings, "the fault ended with its request"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -99,7 +99,7 @@ def test_one_poisoned_request_fails_alone(engine: EnsembleEngine, stage: str, ki
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_when_no_member_is_left_the_error_names_the_last_and_has_the_text(
+def test_the_error_without_remaining_members_names_the_last_one_and_has_the_text(
     tiny_engine: EnsembleEngine, kind: str
 ) -> None:
     base = tiny_engine.config.member_configs[1]
@@ -127,7 +127,7 @@ def test_when_no_member_is_left_the_error_names_the_last_and_has_the_text(
     TABLE.append((kind, "any", "all members", "GenerationError with the text so far"))
 
 
-def test_a_member_that_cannot_load_leaves_the_engine_usable_for_another_try(tiny_engine: EnsembleEngine) -> None:
+def test_loading_can_be_retried_after_a_failed_member(tiny_engine: EnsembleEngine) -> None:
     base = tiny_engine.config.member_configs[1]
     with EnsembleEngine(EnsembleConfig(members=[base, MemberConfig("/nowhere/model")])) as engine:
         for _ in range(2):

@@ -12,7 +12,7 @@ from tests.support.served import QUESTIONS
 PARAMS = SamplingParams(max_tokens=30)
 
 
-def test_each_answer_is_the_one_that_is_given_by_itself(tiny_engine: EnsembleEngine) -> None:
+def test_each_answer_equals_a_separate_request(tiny_engine: EnsembleEngine) -> None:
     results = tiny_engine.generate_each(QUESTIONS[0], PARAMS)
     assert results.joint.text == tiny_engine.generate(QUESTIONS[0], PARAMS).text
     assert list(results.alone) == ["chat", "base"]
@@ -28,7 +28,7 @@ def test_each_answer_is_the_one_that_is_given_by_itself(tiny_engine: EnsembleEng
         assert all(texts[author][difference.start : difference.end].strip() for difference in differences)
 
 
-def test_of_some_members_each_of_these_answers(tiny_engine: EnsembleEngine) -> None:
+def test_with_a_subset_of_members_each_of_them_answers(tiny_engine: EnsembleEngine) -> None:
     assert list(tiny_engine.generate_each(QUESTIONS[0], PARAMS, members=["base"]).alone) == ["base"]
 
 
@@ -36,7 +36,7 @@ def test_a_member_that_fails_alone_is_named_and_the_others_answer() -> None:
     first, second = two()
     second.disturb = lambda request: Fault("RuntimeError", "injected") if isinstance(request.op, DraftAlone) else None
     with FakeEngine(first, second) as engine:
-        results = engine.generate_each("tell me", PARAMS)
+        results = engine.generate_each("help me", PARAMS)
     assert results.joint.text
     assert list(results.alone) == ["a"]
     assert isinstance(results.failed["b"], GenerationError)
@@ -48,4 +48,4 @@ def test_the_joint_answers_error_is_raised(tiny_engine: EnsembleEngine) -> None:
         tiny_engine.generate_each("long " * 5000, PARAMS)
     first, second = two(disturb=lambda request: Fault("E", "x") if isinstance(request.op, Draft) else None)
     with FakeEngine(first, second) as engine, pytest.raises(GenerationError):
-        engine.generate_each("tell me", PARAMS)
+        engine.generate_each("help me", PARAMS)

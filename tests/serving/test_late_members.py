@@ -45,8 +45,8 @@ def of_round(request: StageRequest) -> int:
     return request.op.round_index if isinstance(request.op, Draft | DraftAlone) else 0
 
 
-def reported(op: object) -> str:
-    """The text that an op commits."""
+def text_of(op: object) -> str:
+    """The text that a stage commits."""
     return op.text if isinstance(op, Commit) else op.commit if isinstance(op, Draft) else ""
 
 
@@ -63,12 +63,12 @@ def ended(events: Sequence[Event]) -> EnsembleResult:
 
 
 @pytest.mark.parametrize("stage", [Open, Draft, Verify])
-def test_a_member_that_sleeps_in_a_stage_holds_no_answer_up(stage: type) -> None:
+def test_a_member_that_sleeps_in_a_stage_delays_no_answer(stage: type) -> None:
     first, second = two()
     slow = SlowLane(second, lambda request: NEVER if isinstance(request.op, stage) else 0)
     with fake(first, slow) as engine:
         began = time.monotonic()
-        result = engine.generate("tell me", PARAMS)
+        result = engine.generate("help me", PARAMS)
         assert time.monotonic() - began < 5
         assert result.text == WHOLE_TALE
         assert all(names == ["b"] for names in absent(result))
@@ -79,53 +79,53 @@ def test_a_member_that_sleeps_in_a_stage_holds_no_answer_up(stage: type) -> None
         assert [member.late_rounds for member in result.summary()] == [0, len(result.rounds)]
         assert engine.metrics().late_rounds == {"b": len(result.rounds)}
         until(lambda: not engine.metrics().running)
-        assert not second.answers, "what a late member held is let go"
+        assert not second.answers, "the caches of a late member are freed"
 
 
 def test_without_a_deadline_all_members_are_waited_for() -> None:
     first, second = two()
     slow = SlowLane(second, lambda request: 0.1 if of_round(request) == 1 else 0)
     with fake(first, slow, round_seconds=None) as engine:
-        assert not any(absent(engine.generate("tell me", PARAMS)))
+        assert not any(absent(engine.generate("help me", PARAMS)))
 
 
-def test_members_that_all_take_longer_than_the_deadline_have_the_grace() -> None:
+def test_members_that_all_exceed_the_deadline_get_the_grace_period() -> None:
     first, second = two()
 
     def delay(request: StageRequest) -> float:
         return 0.1 + 0.05 * (request.member == "b") if isinstance(request.op, Draft) else 0
 
     with fake(SlowLane(first, delay), SlowLane(second, delay), round_seconds=0.02, round_grace=2.0) as engine:
-        assert not any(absent(engine.generate("tell me", PARAMS)))
+        assert not any(absent(engine.generate("help me", PARAMS)))
     first, second = two()
     with fake(SlowLane(first, delay), SlowLane(second, delay), round_seconds=0.02, round_grace=0) as engine:
-        result = engine.generate("tell me", PARAMS)
+        result = engine.generate("help me", PARAMS)
         assert "b" in absent(result)[0]
         assert all(record.present for record in result.rounds), "a round has a member"
 
 
-def test_where_no_member_ever_answers_the_answer_has_its_own_timeout() -> None:
+def test_an_answer_without_any_response_ends_at_its_timeout() -> None:
     first, second = two()
     with (
         fake(*(SlowLane(lane, lambda request: NEVER) for lane in (first, second))) as engine,
         pytest.raises(RequestTimeoutError),
     ):
-        engine.generate("tell me", PARAMS, timeout=0.3)
+        engine.generate("help me", PARAMS, timeout=0.3)
 
 
 def test_members_of_one_lane_are_never_late_to_each_other() -> None:
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})
     slow = SlowLane(lane, lambda request: 0.2 if request.member == "b" and of_round(request) == 1 else 0)
     with fake(slow) as engine:
-        assert not any(absent(engine.generate("tell me", PARAMS)))
+        assert not any(absent(engine.generate("help me", PARAMS)))
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})
     slow = SlowLane(lane, lambda request: 0.2 if request.member == "b" and of_round(request) == 1 else 0)
     with fake(slow, FakeLane({"c": scripted(OTHER)})) as engine:
-        assert not any(absent(engine.generate("tell me", PARAMS))), "nor to others, where one of them has answered"
+        assert not any(absent(engine.generate("help me", PARAMS))), "nor to others, where one of them has answered"
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})
     slow = SlowLane(lane, lambda request: 0.2 if of_round(request) == 1 else 0)
     with fake(slow, FakeLane({"c": scripted(LONG)})) as engine:
-        assert absent(engine.generate("tell me", PARAMS))[0] == ["a", "b"], "but together they can be"
+        assert absent(engine.generate("help me", PARAMS))[0] == ["a", "b"], "but together they can be"
 
 
 def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
@@ -140,50 +140,50 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
             engine._scheduler.lane_stats = replace(
                 engine._scheduler.lane_stats, step_seconds=lambda: {"a": 1.0, "b": 1.0}
             )
-            result = engine.generate("tell me", PARAMS)
+            result = engine.generate("help me", PARAMS)
             assert {name for names in absent(result) for name in names} == {lead}
 
 
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_member_that_is_slow_every_third_round_returns_and_commits_missed_text() -> None:
+def test_a_member_that_is_late_every_third_round_returns_and_commits_missed_text() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     drafts = itertools.count(1)
     slow = SlowLane(second, lambda request: 0.15 * (of_round(request) > 0 and next(drafts) % 3 == 0))
     steady = SlowLane(first, lambda request: 0.02 if isinstance(request.op, Draft) else 0)
     with fake(steady, slow, late_rounds=1000) as engine:
-        result = engine.generate("tell me", SamplingParams(max_tokens=90))
+        result = engine.generate("help me", SamplingParams(max_tokens=90))
     assert result.text == " " + " ".join(LONG.split()[:90])
     missed = [bool(names) for names in absent(result)]
     assert missed[:3] == [False, False, True]
-    assert missed.count(False) > 5, "it comes back"
-    assert missed.count(True) > 5, "and is late again"
+    assert missed.count(False) > 5, "the member returns"
+    assert missed.count(True) > 5, "the member is late again"
     stages = {absence.stage for record in result.rounds for absence in record.absent}
-    assert stages == {"draft", None}, "who is at work still misses the next round, too"
-    committed = "".join(reported(op) for op in second.ops("b", Commit, Draft))
-    assert result.text.startswith(committed)
-    assert len(committed.split()) > 60
+    assert stages == {"draft", None}, "a busy member also misses the next round"
+    text = "".join(text_of(op) for op in second.ops("b", Commit, Draft))
+    assert result.text.startswith(text)
+    assert len(text.split()) > 60
 
 
-def test_a_prompt_that_is_read_late_is_no_reason_to_wait() -> None:
+def test_a_late_prefill_delays_no_round() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     slow = SlowLane(second, lambda request: 0.3 if isinstance(request.op, Open) else 0)
     steady = SlowLane(first, lambda request: 0.03 if isinstance(request.op, Draft) else 0)
     with fake(steady, slow, late_rounds=1000) as engine:
-        events = list(engine.stream("tell me", SamplingParams(max_tokens=90)))
+        events = list(engine.stream("help me", SamplingParams(max_tokens=90)))
     assert isinstance(events[0], StartEvent)
     missed = [bool(names) for names in absent(ended(events))]
     assert missed[0]
     assert not missed[-1], "it takes part once it has read the prompt"
 
 
-def test_where_all_that_were_on_time_fail_the_answer_waits_for_one_that_is_late() -> None:
+def test_the_answer_waits_for_a_late_member_if_all_others_fail() -> None:
     first, second = two()
     first.disturb = lambda request: Fault("RuntimeError", "injected") if of_round(request) == 2 else None
     slow = SlowLane(second, lambda request: 0.4 if of_round(request) == 1 else 0)
     with fake(first, slow) as engine:
-        result = engine.generate("tell me", PARAMS)
+        result = engine.generate("help me", PARAMS)
     assert [exit.member for record in result.rounds for exit in record.exits] == ["a"]
     assert [record.winner for record in result.rounds] == ["a", *["b"] * (len(result.rounds) - 1)]
     [draft, *_] = second.ops("b", Commit)
@@ -191,25 +191,25 @@ def test_where_all_that_were_on_time_fail_the_answer_waits_for_one_that_is_late(
     assert second.ops("b", DraftAlone)
 
 
-def test_all_on_time_fail_as_judges_while_one_is_late() -> None:
+def test_all_members_on_time_fail_to_verify_while_one_is_late() -> None:
     lanes = [FakeLane({name: scripted(text)}) for name, text in (("a", TALE), ("b", OTHER), ("c", LONG))]
     for lane in lanes[:2]:
         lane.disturb = lambda request: Fault("RuntimeError", "injected") if isinstance(request.op, Verify) else None
     slow = SlowLane(lanes[2], lambda request: 0.3 if of_round(request) == 1 else 0)
     with fake(lanes[0], lanes[1], slow) as engine:
-        result = engine.generate("tell me", PARAMS)
+        result = engine.generate("help me", PARAMS)
     assert result.text == " " + " ".join(LONG.split()[:50])
 
 
 # ── leaving ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_member_that_stays_late_leaves_like_one_that_failed() -> None:
+def test_a_member_that_stays_late_leaves_like_a_failed_one() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     slow = SlowLane(second, lambda request: NEVER if of_round(request) == 2 else 0)
     steady = SlowLane(first, lambda request: 0.03 if isinstance(request.op, Draft) else 0)
     with fake(steady, slow, late_rounds=4) as engine:
-        events = list(engine.stream("tell me", SamplingParams(max_tokens=90)))
+        events = list(engine.stream("help me", SamplingParams(max_tokens=90)))
         result = ended(events)
         [exit_event] = [event.exit for event in events if isinstance(event, ExitEvent)]
         [warning] = [event for event in events if isinstance(event, WarningEvent)]
@@ -229,14 +229,14 @@ def test_many_short_rounds_alone_do_not_make_a_member_leave() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     slow = SlowLane(second, lambda request: NEVER if of_round(request) == 2 else 0)
     with fake(first, slow, late_rounds=4, round_seconds=0.5) as engine:
-        result = engine.generate("tell me", SamplingParams(max_tokens=90))
+        result = engine.generate("help me", SamplingParams(max_tokens=90))
     assert sum(bool(names) for names in absent(result)) > 20
-    assert not any(record.exits for record in result.rounds), "it had no time to come back"
+    assert not any(record.exits for record in result.rounds), "it had no time to return"
 
 
 @pytest.mark.parametrize("sleeper", ["a", "c"])
-def test_a_member_that_leaves_by_exit_is_no_answer_to_a_round_with_a_deadline(sleeper: str) -> None:
-    """Its cache is freed concurrently with the next stages; waiting for the freed one as well once ended the engine."""
+def test_an_exited_member_does_not_count_as_a_response_in_a_round_with_a_deadline(sleeper: str) -> None:
+    """Its cache is freed concurrently with the next stages; an earlier version waited for it and ended the engine."""
     first, second = two()
     third = FakeLane({"c": scripted(TALE)})
 
@@ -249,7 +249,7 @@ def test_a_member_that_leaves_by_exit_is_no_answer_to_a_round_with_a_deadline(sl
     lanes = [SlowLane(lane, delay) for lane in (first, second, third)]
     with fake(*lanes) as engine:
         engine.config = replace(engine.config, exit=leaves)
-        result = engine.generate("tell me", PARAMS)
+        result = engine.generate("help me", PARAMS)
         assert result.text == WHOLE_TALE
         assert [leaving.member for record in result.rounds for leaving in record.exits] == ["b"]
         assert [sleeper] in absent(result)
@@ -302,7 +302,7 @@ class EngineInTwoLanes(EnsembleEngine):
     ],
     ids=["plain", "early looks", "limit and exit", "no guesses"],
 )
-def test_rounds_with_late_members_are_those_of_the_naive_method_without_them(
+def test_rounds_with_late_members_equal_naive_rounds_without_them(
     tiny_engine: EnsembleEngine, stage: type, settings: dict[str, object]
 ) -> None:
     random, recorded = Random(3), 0
@@ -375,5 +375,5 @@ def test_a_wrong_deadline_is_refused(settings: dict[str, object]) -> None:
 def test_a_stream_shows_a_segment_before_a_late_member_has_begun() -> None:
     first, second = two()
     with fake(first, SlowLane(second, lambda request: NEVER if isinstance(request.op, Open) else 0)) as engine:
-        texts = [event.text for event in engine.stream("tell me", PARAMS) if isinstance(event, SegmentEvent)]
+        texts = [event.text for event in engine.stream("help me", PARAMS) if isinstance(event, SegmentEvent)]
     assert "".join(texts) == WHOLE_TALE

@@ -1,4 +1,4 @@
-"""Admission counts what cache blocks really hold."""
+"""Admission counts the real size of cache blocks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def written(pool: CachePool, slots: int) -> CacheRow:
     return row
 
 
-def test_rows_that_grow_stay_within_the_budget() -> None:
-    """A row begins with its prompt and moves as its answer grows; a block that it leaves stays for as long as others
-    are in it."""
-    room = 60 * 256 * SLOT_BYTES
-    admission, pool, chance = budget(room), CachePool(CPU, SLOT), random.Random(7)
+def test_growing_rows_stay_within_the_budget() -> None:
+    """A row moves to another block as its answer grows; the old block stays as long as other rows use it."""
+    capacity = 60 * 256 * SLOT_BYTES
+    admission, pool, chance = budget(capacity), CachePool(CPU, SLOT), random.Random(7)
     running: list[tuple[Need, CacheRow, int]] = []
     refused, peak = 0, 0
     for _ in range(1500):
@@ -58,24 +57,24 @@ def test_rows_that_grow_stay_within_the_budget() -> None:
             admission.free(need)
         else:
             prompt, answer = chance.choice((100, 230, 970)), chance.choice((8, 200, 900))
-            need = admission.needs(asked(prompt, answer))
+            need = admission.needs(answer_of(prompt, answer))
             if not admission.take(need, len(running)):
                 refused += 1
                 continue
             running.append((need, written(pool, prompt + TREE_CAPACITY), prompt + answer))
         peak = max(peak, pool.memory_bytes)
     assert refused > 20
-    assert 0.4 * room < peak <= room
+    assert 0.4 * capacity < peak <= capacity
 
 
-def asked(prompt: int, answer: int) -> Any:
+def answer_of(prompt: int, answer: int) -> Any:
     """The attributes of an answer that admission reads."""
     return SimpleNamespace(
         participants=SimpleNamespace(prompt_tokens={"m": prompt}), max_tokens=answer, max_thinking_tokens=0
     )
 
 
-def test_graphs_and_their_logits_have_a_reserve() -> None:
+def test_memory_is_reserved_for_graphs_and_their_logits() -> None:
     def runner(reason: str | None) -> PackedRunner:
         graphs, plan = Graphs(torch.device("cuda"), "m", reason), MaskPlan(("full_attention",), False)
         arena = PageArena(SLOT, 4)
@@ -92,23 +91,23 @@ def test_pages_are_taken_from_the_bytes_for_caches() -> None:
     admission = Budget(config, [info], {"cpu": 1 << 40})
     assert admission.limits == {"cpu": 150_000}
     with pytest.raises(RequestError, match="cache_bytes"):
-        admission.needs(asked(100, 100))
+        admission.needs(answer_of(100, 100))
 
 
 def test_the_cache_of_llama_cpp_is_not_taken_from_the_bytes_for_caches() -> None:
-    """It has a limit of its own, and no pages."""
+    """The cache of llama.cpp has a separate limit, and no pages."""
     report: Any = None
     info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 1, 1000, report, cache_tokens=16_384)
     config = EnsembleConfig(["m"], cache_bytes=1_000_000, reuse_prefixes=False)
     admission = Budget(config, [info], {"cpu": 1 << 40})
     assert admission.limits == {"cpu": 1_000_000}
-    admission.needs(asked(100, 100))
+    admission.needs(answer_of(100, 100))
 
 
 def test_an_answer_beyond_the_pages_is_refused_before_it_starts() -> None:
     report: Any = None
     info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, 100, 16, 100, report, cache_tokens=2048)
     admission = Budget(EnsembleConfig(["m"]), [info], {"cpu": 1 << 30})
-    assert admission.needs(asked(1000, 900)).tokens["m"] <= 2048
+    assert admission.needs(answer_of(1000, 900)).tokens["m"] <= 2048
     with pytest.raises(RequestError, match=r"may need 2\d\d\d tokens of cache in member 'm', whose pages hold 2048"):
-        admission.needs(asked(1000, 1100))
+        admission.needs(answer_of(1000, 1100))

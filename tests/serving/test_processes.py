@@ -1,4 +1,4 @@
-"""Forks, dropped models and contexts: an engine belongs to one process, and nothing stays loaded unseen."""
+"""Forks, dropped models and contexts: an engine belongs to one process, and unused engines can be freed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if child == 0:
         print(repr(error), file=sys.stderr)
         os._exit(4)
     os._exit(5)
-assert os.waitpid(child, 0)[1] == 0, "the child could not answer"
+assert os.waitpid(child, 0)[1] == 0, "the child process could not answer"
 assert model.invoke("Hello").content == before[0]
 """
 
@@ -76,7 +76,7 @@ def test_a_forked_process_makes_another_engine(folders: list[str], threads: str)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_takes_its_engine_with_the_first_call_only(folders: list[str]) -> None:
+def test_a_model_creates_its_engine_at_the_first_call(folders: list[str]) -> None:
     config = EnsembleConfig(folders)
     for kind in (ChatSpecFuse, SpecFuseLLM):
         model = kind(config=config, max_tokens=8)
@@ -107,7 +107,7 @@ def test_models_are_context_managers(folders: list[str]) -> None:
     assert engine.closed
 
 
-def test_loading_is_public_and_no_part_of_a_timeout(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_is_public_and_excluded_from_timeouts(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     with SpecFuseLLM(members=folders, max_tokens=4) as model:
         assert model.load(lambda progress: stages.append(progress.stage)) is model
@@ -125,7 +125,7 @@ def test_loading_is_public_and_no_part_of_a_timeout(folders: list[str], monkeypa
         assert engine.generate("Hello", SamplingParams(max_tokens=2), timeout=1.4).text
 
 
-def test_an_engine_takes_members_and_settings(folders: list[str]) -> None:
+def test_an_engine_accepts_members_and_settings(folders: list[str]) -> None:
     engine = EnsembleEngine(folders, segment_tokens=3, exit="never")
     assert engine.config == EnsembleConfig(folders, segment_tokens=3, exit="never")
     with pytest.raises(ConfigError, match="did you mean 'segment_tokens'"):
@@ -134,23 +134,23 @@ def test_an_engine_takes_members_and_settings(folders: list[str]) -> None:
         EnsembleEngine(EnsembleConfig(folders), exit="never")
 
 
-def test_messages_and_tools_may_be_dictionaries_as_openai_has_them(folders: list[str]) -> None:
+def test_messages_and_tools_can_be_dictionaries_in_openais_form(folders: list[str]) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
-    requests = [
+    messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "3 + 4"}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "7"},
     ]
     with EnsembleEngine(folders) as engine:
-        text = engine.generate(requests, SamplingParams(max_tokens=60), tools=[tool], tool_choice="add").text
+        text = engine.generate(messages, SamplingParams(max_tokens=60), tools=[tool], tool_choice="add").text
         assert text.startswith('<tool_call>{"name": "add"')
-        read = [Message.from_dict(message) for message in requests]
+        read = [Message.from_dict(message) for message in messages]
         assert [(m.role, m.content) for m in read[:2]] == [("system", "Be brief."), ("user", "3 + 4?")]
         assert (read[2].tool_calls[0].name, read[2].tool_calls[0].arguments) == ("add", {"a": 3})
-        assert engine.count_tokens(requests) == engine.count_tokens(read)
-        assert engine.count_tokens(requests, tools=[tool]) > engine.count_tokens(requests)
+        assert engine.count_tokens(messages) == engine.count_tokens(read)
+        assert engine.count_tokens(messages, tools=[tool]) > engine.count_tokens(messages)
         assert engine.tokenize("Hello")
         with pytest.raises(RequestError, match="image_url"):
             engine.generate([{"role": "user", "content": [{"type": "image_url"}]}])
@@ -175,7 +175,7 @@ def test_contexts_are_known_before_anything_is_loaded(folders: list[str], tmp_pa
     assert demo._leases == []
 
 
-def test_a_closed_engine_says_so(folders: list[str]) -> None:
+def test_a_closed_engine_raises_a_named_error(folders: list[str]) -> None:
     with lease_engine(EnsembleConfig(folders)) as lease:
         engine = lease.engine
     assert engine.closed

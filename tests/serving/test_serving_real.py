@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SUBJECTS = ("the sea", "a lighthouse", "北京", "bread", "a Python loop", "tides", "the moon", "a piano", "glass", "🎉")
 
 
-def test_twenty_float32_answers_at_once_equal_those_one_after_another(exact_engine: EnsembleEngine) -> None:
+def test_twenty_concurrent_float32_answers_equal_answers_one_after_another(exact_engine: EnsembleEngine) -> None:
     requests = [f"Tell me about {SUBJECTS[n % 10]}{', please' * (n // 10 * 4)}." for n in range(20)]
     each = [SamplingParams(max_tokens=24, temperature=n % 2 * 0.8, seed=n) for n in range(20)]
     with EnsembleEngine(replace(exact_engine.config, reuse_prefixes=False)) as engine:
@@ -41,7 +41,7 @@ async def test_a_ticker_on_the_event_loop_never_stalls_a_tenth_of_a_second(demo_
     assert max(stalls) < 0.1, f"the loop was blocked for {max(stalls):.3f} s"
 
 
-def test_memory_is_back_after_two_hundred_cancellations(demo_engine: EnsembleEngine) -> None:
+def test_memory_is_freed_after_two_hundred_cancellations(demo_engine: EnsembleEngine) -> None:
     chance, params = random.Random(0), SamplingParams(max_tokens=200)
     with EnsembleEngine(replace(demo_engine.config, reuse_prefixes=False)) as engine:
         question, short = "Why is the sky blue?", SamplingParams(max_tokens=20)
@@ -77,7 +77,7 @@ def test_memory_is_back_after_two_hundred_cancellations(demo_engine: EnsembleEng
 
 
 def test_memory_does_not_grow_over_twenty_closes() -> None:
-    # what malloc has given out stays; the process grows by pages of which a little is in use, less with each close
+    # malloc keeps partly used pages, so the process grows a little with each close, less each time
     work = (
         "import ctypes, psutil\n"
         "from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams, demo_members\n"

@@ -1,4 +1,4 @@
-"""Minutes of requests of all kinds: memory stays within what settings say, and answers take as long as at first."""
+"""Minutes of requests of all kinds: memory stays within the settings, and latency does not grow."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WARM_MINUTES, MINUTES = 1.0, 4.0
 FRAGMENTED_MIB = 150
 """Memory that the allocator keeps between answers, and frees when none runs (`IdleTrim`)."""
 KERNELS_MIB = 60
-"""Kernels that are compiled for new shapes, and grammars: the number of both is bounded."""
+"""Memory of kernels compiled for new shapes, and of grammars; both are bounded in number."""
 
 
 @dataclass
 class Soaked:
-    """The process when all kinds had been asked for, and at the end; free memory was given back first."""
+    """The memory of the process after the first request of each kind and at the end, without free memory."""
 
     before_mib: float
     report: Report
@@ -51,7 +51,7 @@ def soaked(engine: EnsembleEngine) -> Soaked:
     return Soaked(process_mib(), soak(engine, MINUTES, users=6, long_words=400), process_mib())
 
 
-def test_every_kind_was_asked_and_none_failed(soaked: Soaked, engine: EnsembleEngine) -> None:
+def test_every_kind_of_request_succeeded(soaked: Soaked, engine: EnsembleEngine) -> None:
     assert soaked.report.errors == []
     assert set(soaked.report.kinds) == {kind.__name__ for kind in KINDS}
     metrics = engine.metrics()
@@ -70,13 +70,13 @@ def test_the_process_does_not_grow(soaked: Soaked) -> None:
     assert soaked.after_mib - soaked.before_mib < KERNELS_MIB
 
 
-def test_answers_take_as_long_as_at_first(soaked: Soaked) -> None:
-    """Seconds of processors, because other programs may have the machine in one half of the time."""
+def test_latency_does_not_grow(soaked: Soaked) -> None:
+    """Measured in processor seconds, since other programs may use the machine."""
     tenths = soaked.report.tenths
     half = len(tenths) // 2
     assert _work(tenths[half:]) < 1.4 * _work(tenths[:half])
 
 
 def _work(tenths: Sequence[Tenth]) -> float:
-    """Seconds of processors for a request."""
+    """Processor seconds of a request."""
     return sum(tenth.cpu_seconds for tenth in tenths) / sum(len(tenth.seconds) for tenth in tenths)

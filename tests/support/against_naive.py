@@ -1,4 +1,4 @@
-"""Hold an engine's answer against the naive rounds."""
+"""Compare an engine's answer with the naive rounds."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def local_members(engine: EnsembleEngine) -> list[LocalMember]:
 
 
 class EngineOver(EnsembleEngine):
-    """An engine over members that another has loaded, which saves half a minute for a real one. What they remember of
-    prompts is forgotten first."""
+    """An engine over members that another engine has loaded, which saves half a minute for real ones. Their cached
+    prefixes are dropped first."""
 
     def __init__(self, loaded: EnsembleEngine, config: EnsembleConfig) -> None:
         super().__init__(config)
@@ -108,7 +108,7 @@ class OpenAnswer:
         return {name: Side(entry[0], sides[name]) for name, entry in self.lane._sessions.items()}
 
     def events(self) -> Iterator[Event]:
-        """Its events as they come; stages run when the next one is asked for."""
+        """Its events in order; stages run when the next event is requested."""
         self._work.resume()
         while self._work.pending is not None:
             yield from self._taken()
@@ -145,7 +145,7 @@ def run_rounds(answer: OpenAnswer, count: int) -> list[RoundRecord]:
 
 @contextmanager
 def eager(members: list[LocalMember]) -> Iterator[None]:
-    """The reference runs on the library's plainest attention, not on the engine's."""
+    """Run the reference with the library's eager attention instead of the engine's."""
     before = [m.runner.model.config._attn_implementation for m in members]
     for member in members:
         member.runner.model.set_attn_implementation("eager")
@@ -212,7 +212,7 @@ def assert_equals_naive_with_absences(
 
 
 async def stalls_of_the_loop(stalls: list[float]) -> None:
-    """Tick every 10 ms until cancelled; how much later than that each tick came, in seconds."""
+    """Tick every 10 ms until cancelled; the delay of each tick in seconds."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(0.01)

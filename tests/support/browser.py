@@ -41,6 +41,6 @@ SHOWN = """() => [...document.querySelectorAll(".card")]
 
 
 def shown_card(page: Page) -> str:
-    """The text of the one round that can be seen."""
+    """The text of the visible round."""
     (card,) = page.evaluate(SHOWN)
     return str(card)

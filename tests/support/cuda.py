@@ -12,7 +12,7 @@ import torch
 
 
 def needs_cuda(gib: float, what: str) -> Callable[[Any], Any]:
-    """Marks a test that runs on a CUDA device with so much memory free; `what` else it needs, or takes it for."""
+    """Marks a test that needs a CUDA device with this much free memory; `what` describes other needs."""
     lacking = pytest.mark.skipif(_free_gib() < gib, reason=f"needs a CUDA device with {gib:g} GiB free: {what}")
     unplanned = pytest.mark.skipif(find_spec("accelerate") is None, reason="members are placed by accelerate")
     return lambda test: pytest.mark.gpu(lacking(unplanned(test)))

@@ -18,7 +18,7 @@ def elect(
     barred: Sequence[int] = (),
     whole_values: bool = False,
 ) -> Election:
-    """`rows[j][i]`: candidate i as verifier j sees it; `drafters[i]`: who wrote it; `barred`: those that repeat."""
+    """`rows[j][i]`: candidate i with verifier j's log p; `drafters[i]`: its authors; `barred`: repeating candidates."""
     names = [f"m{j}" for j in range(len(rows))]
     candidates = [
         RoundCandidate(

@@ -1,4 +1,4 @@
-"""Hand-made results for the report: who wins which text, against rivals whose words name their author."""
+"""Constructed results for the report: rounds with a winner, and rivals whose text names their author."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def round_of(index: int, start: int, turn: Turn, active: Sequence[str]) -> Round
 
 
 def unverified(record: RoundRecord, drafters: Sequence[str], tokens: int = 5) -> RoundRecord:
-    """The same round with one candidate that no member had to judge."""
+    """The same round with one candidate, which needs no verification."""
     only = Candidate(record.text, tuple(drafters), False, tokens)
     return replace(record, candidates=(only,), verified=False, retention={})
 
@@ -80,13 +80,13 @@ def explained(
 
 
 Drafts = Mapping[str, str]
-"""Member → its draft, where it is not the text of the round; "…" at its end: the answer would have been over there."""
+"""Member → its draft, unless it equals the round's text; "…" at its end: the draft ends the answer."""
 
 
 def differing(
     rounds: Sequence[tuple[str, Drafts]], weights: Mapping[str, float], *, over: bool = False
 ) -> EnsembleResult:
-    """An answer whose rounds have a text that the first member won, and other members' drafts. `over`: it ended."""
+    """An answer whose rounds have a text that the first member won, and other members' drafts. `over`: it has ended."""
     names, start, records = list(weights), 0, []
     for index, (text, drafts) in enumerate(rounds, 1):
         ends = over and index == len(rounds)

@@ -1,4 +1,4 @@
-"""OpenTelemetry exporters of others over our models: the spans that an instrumentor writes while a test runs."""
+"""Third-party OpenTelemetry exporters with our models: the spans of an instrumentor during a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
     def of_models(self, key: str) -> list[Attributes]:
-        """The attributes of spans that have this one, oldest first, and none of them twice."""
+        """The attributes of spans with this attribute, oldest first, without duplicates."""
         spans: tuple[ReadableSpan, ...] = self._exporter.get_finished_spans()
         self._exporter.clear()
         return [span.attributes for span in spans if span.attributes and key in span.attributes]

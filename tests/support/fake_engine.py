@@ -24,7 +24,7 @@ class FakeEngine(EnsembleEngine):
 
 
 def two(**settings: object) -> tuple[FakeLane, FakeLane]:
-    """Two members in separate lanes; all prefer the tale."""
+    """Two members in separate lanes, which both prefer the text TALE."""
     likes = {(name, f" {' '.join(TALE.split()[n : n + 3])}"): -0.1 for name in "ab" for n in range(0, 12, 3)}
     return (
         FakeLane({"a": scripted(TALE)}, likes, **settings),

@@ -1,4 +1,4 @@
-"""A lane of plain Python: members whose tokens are words, and whose answers are scripted. No model, no torch."""
+"""A lane of plain Python with scripted members whose tokens are words, without a model or torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import MemberReport
 
 Say = Callable[[str, int], str]
-"""(the answer so far, how many words at most) → what a member would say next; an end of turn is "."."""
+"""(the answer so far, maximum words) → a member's continuation; "." is the end of the turn."""
 Disturb = Callable[[StageRequest], Fault | None]
 """A fault to give instead of running a stage, or None."""
 
 
 def scripted(text: str) -> Say:
-    """A member that wants to say this text, and continues from the answer's end."""
+    """A member that drafts this text, continuing from the end of the answer."""
     words = text.split(" ")
 
     def say(answer: str, limit: int) -> str:
@@ -96,10 +96,10 @@ class WordText:
 
 @dataclass
 class FakeLane:
-    """Runs a stage as soon as it is asked for, in the thread that asks, and keeps what it was asked.
+    """Runs a stage immediately, in the caller's thread, and records the requests.
 
-    `says`: by member, as are the `sizes` in parameters. `likes`: (member, text) → log p of each word of it; else −1.
-    `disturb` injects faults. While `held` is a list, requests wait there.
+    `says` has the script and `sizes` the parameters of each member. `likes`: (member, text) → log p of each word of
+    this text; others have −1. `disturb` injects faults. While `waiting` is a list, requests wait there.
     """
 
     says: Mapping[str, Say]
@@ -108,8 +108,8 @@ class FakeLane:
     context_limit: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     may_guess: bool = False
-    held: list[StageRequest] | None = None
-    asked: list[StageRequest] = field(default_factory=list)
+    waiting: list[StageRequest] | None = None
+    requests: list[StageRequest] = field(default_factory=list)
     submissions: list[Sequence[StageRequest]] = field(default_factory=list)
     answers: dict[tuple[int, str], str] = field(default_factory=dict)
     computed: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -143,22 +143,22 @@ class FakeLane:
 
     def submit(self, requests: Sequence[StageRequest]) -> None:
         self.submissions.append(requests)
-        if self.held is not None:
-            self.held.extend(requests)
+        if self.waiting is not None:
+            self.waiting.extend(requests)
             return
         self.reply([self._run(request) for request in requests])
 
     def ops(self, member: str, *kinds: type[Op]) -> list[Any]:
-        """The requests of these kinds to a member."""
-        return [request.op for request in self.asked if request.member == member and isinstance(request.op, kinds)]
+        """The stages of these kinds of a member."""
+        return [request.op for request in self.requests if request.member == member and isinstance(request.op, kinds)]
 
     def release(self) -> None:
-        """Run what was held back, from now on at once."""
-        requests, self.held = self.held or [], None
+        """Run the waiting requests, and later ones immediately."""
+        requests, self.waiting = self.waiting or [], None
         self.reply([self._run(request) for request in requests])
 
     def _run(self, request: StageRequest) -> StageResult:
-        self.asked.append(request)
+        self.requests.append(request)
         key = request.answer, request.member
         fault = None if isinstance(request.op, Close) else self.disturb(request)
         value = None if fault is not None else self._value(key, request)

@@ -21,7 +21,7 @@ SAFE = 2**53 - 1
 
 @dataclass(frozen=True)
 class Foreign:
-    """A schema, and values as they would be written: properties in its order."""
+    """A schema with values whose properties have the schema's order."""
 
     schema: dict[str, Any]
     taken: list[Any] = field(default_factory=list)
@@ -384,7 +384,7 @@ def _decimal(pattern: str) -> dict[str, Any]:
     return _object({"price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern}], "title": "Price"}})
 
 
-# as pydantic 2.12 and 2.13 write them
+# the forms of pydantic 2.12 and 2.13
 PYDANTIC_DECIMALS = {
     "plain": Foreign(
         _decimal(rf"{_DIGIT}\d*\.?\d*$"),

@@ -1,10 +1,10 @@
-"""A replacement for CUDA graphs on a processor: a capture is recorded, and a replay repeats it in the same memory.
+"""A replacement for CUDA graphs on a CPU: a capture is recorded, and a replay repeats it in the same memory.
 
-It raises the errors of a real driver: a capture into a memory pool that has no user any more, a capture that was
-begun and never ended, numbers that the host reads while a capture is under way, a thread that waits for the whole
-device meanwhile, work on a stream that takes no part in the capture (which a replay leaves out), and memory that was
-freed since (which a real replay reads in silence): also the workspace of a stream, which goes with any graph that was
-captured in it. Streams are handed out cyclically, 32 of each priority.
+It raises the errors of a real driver: for a capture into a memory pool without users, a capture that never ended, a
+read by the host during a capture, a thread that waits for the whole device during a capture, and work on a stream
+outside the capture (which a replay leaves out). A replay with freed memory raises as well, which a real one reads
+silently; this includes the workspace of a stream, which is freed with any graph that was captured in it. Streams are
+assigned cyclically, 32 of each priority.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class FreedMemoryError(AssertionError):
-    """A replay would read or write memory that is no longer there."""
+    """A replay would read or write freed memory."""
 
 
 class Stream:
-    """Work of one stream; those that wait for a stream under capture take part in it."""
+    """The work of one stream; streams that wait for a capturing stream join the capture."""
 
     def __init__(self, number: int = 0) -> None:
         self.graph: Graph | None = None
@@ -53,19 +53,19 @@ class Driver:
     """The state of a driver and an allocator, for all threads."""
 
     uses: Counter[Pool] = field(default_factory=Counter)
-    known: set[Pool] = field(default_factory=set)
+    pools: set[Pool] = field(default_factory=set)
     allocating: list[Pool] = field(default_factory=list)
-    """Pools that the allocator believes to be captured into."""
+    """Pools with a capture in progress according to the allocator."""
     captures: int = 0
     replays: int = 0
     freed: list[str] = field(default_factory=list)
-    """Replays over memory that was gone."""
+    """Number of replays over freed memory."""
     failing: list[Exception] = field(default_factory=list)
-    """Raised by the next captures, half-way."""
+    """Errors that the next captures raise half-way."""
     waiting_elsewhere: int = 0
-    """In this number of the next captures another thread waits for the whole device half-way."""
+    """Number of next captures during which another thread waits for the whole device."""
     workspaces: Counter[int] = field(default_factory=Counter)
-    """How often the workspace of each stream was freed."""
+    """Number of times that each stream's workspace was freed."""
     seconds: float = 0.0
     """The seconds of work on the device; each replay takes `a_replay`, and the host does not wait for it."""
     a_replay: float = 0.01
@@ -104,9 +104,9 @@ class Driver:
     def begin(self, pool: Pool) -> None:
         """As torch does: the device's allocator first, then the host's, which forgets no pool by itself."""
         self.allocating.append(pool)
-        if pool in self.known and not self.uses[pool]:
+        if pool in self.pools and not self.uses[pool]:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
-        self.known.add(pool)
+        self.pools.add(pool)
         self.uses[pool] += 1
 
     def end(self, pool: Pool) -> None:
@@ -243,7 +243,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Event:
-    """A place in a stream: when it was recorded, the device had that much to compute before it."""
+    """A position in a stream, with the device's work before it."""
 
     driver: Driver
 
@@ -264,7 +264,7 @@ class Event:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """While a test runs, members on the processor capture their steps with this replacement."""
+    """Make members on the CPU capture their steps with this replacement during a test."""
     result = Driver()
     graph_class: Any = type("Graph", (Graph,), {"driver": result})
     for name, value in {

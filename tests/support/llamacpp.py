@@ -22,7 +22,7 @@ FILES = {
 }
 """Architecture, tokenizer and seed; "window" has one of 64 tokens, "recurrent" a state in place of a cache."""
 TOLERANCE = {"window": 2e-3}
-"""Its activation is a table of half precision in llama.cpp, so that rounding differs; a wrong mask costs nats."""
+"""llama.cpp uses a half-precision table for its activation, so rounding differs; a wrong mask would cost nats."""
 
 
 def off(member: Any, context: Any, branch: Branch) -> float:

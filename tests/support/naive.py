@@ -1,7 +1,7 @@
-"""The method written plainly: no cache, no batching, no tree. The engine must equal this in float32.
+"""A plain implementation of the method: no cache, no batching, no tree. The engine must equal this in float32.
 
-Every draft token and every score is one plain forward over the whole sequence, with eager attention. Formulas are
-written out again here; text and ids (templates, canonical encoding, cuts, seeds) have the engine's forms.
+Every draft token and every score is one plain forward pass over the whole sequence, with eager attention. Formulas are
+repeated here; text and ids (templates, canonical encoding, cuts, seeds) have the engine's forms.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
 
 
 def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
-    """Up to the point where all have text (finished answers in full); the continuation of one that ends counts only up
-    to that point."""
+    """The probability up to the last point at which all candidates have text; finished answers count in full. The
+    continuation of a candidate that ends counts only up to that end."""
     size = {d: len(d[0].encode()) for d in judged}
     border = (max if all(ends for _, ends in judged) else min)(size.values())
     results = {}
@@ -121,7 +121,7 @@ def naive_rounds(
     kind: type[NaiveMember] = NaiveMember,
     absences: Sequence[Sequence[MemberAbsence]] = (),
 ) -> Iterator[NaiveRound]:
-    """`absences`: of each round, who was late in it, and since when."""
+    """`absences`: for each round its late members, and the round since which they are late."""
     active = [kind(m, messages, params) for m in members]
     power = 1.5 if config.first_weights == "size" else 0
     first = {m.name: m.info.weight * m.info.report.parameters**power for m in members}
@@ -209,8 +209,8 @@ def _elect(
 def _outsiders(
     scores: dict[str, dict[Draft, float]], weight: dict[str, float], authors: dict[Draft, list[str]]
 ) -> set[str]:
-    """Members that give a thousandth of their highest probability to none but their own drafts, which no other member
-    gives to these either; except a member with more than half of the votes."""
+    """Members that find only their own drafts plausible, if no other member finds these plausible. Plausible means at
+    least a thousandth of the highest probability. A member with more than half of the votes is no outsider."""
     liked = {(j, d) for j, row in scores.items() for d in row if 1000 * row[d] >= max(row.values())}
     met = {(j, d) for j, d in liked if authors[d] != [j]}
     if not met:
@@ -242,8 +242,8 @@ def _last(
     authors: dict[Draft, list[str]],
     config: EnsembleConfig,
 ) -> Draft:
-    """The one that leaves: among indistinguishable ones, the worst among these; else a beginning, if a tail after
-    it has half of the votes, a token, or the tail with the fewest."""
+    """The candidate that is removed. Indistinguishable candidates are compared without the others. If they share a
+    beginning, it is removed if a tail after it has half of the votes per token; otherwise the tail with the fewest."""
     scores, total = _votes(drafts, judged, weight, authors, config)
     lowest = min(reversed(drafts), key=lambda d: total[d])
     rows = [*scores.values(), total]
@@ -264,8 +264,8 @@ def _last(
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
-    """Weighted mean of (score, weight, whether it is the only author's); seconded: a lone author's score counts at most
-    a thousand times the best other one, among three or more, but for who has more than half of the votes."""
+    """Weighted mean of (score, weight, whether it is the only author's). Seconded, with three or more members: the only
+    author's score is at most a thousand times the best other one, unless it has more than half of the votes."""
     if config.aggregate == "seconded_mean" and len(votes) > 2:
         cap = 1000 * max(s for s, _, is_own in votes if not is_own)
         half = 0.5 * sum(w for _, w, _ in votes)

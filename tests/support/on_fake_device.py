@@ -1,7 +1,7 @@
-"""Paged execution on a device that is not there: tensors without numbers, which know where they would be.
+"""Paged execution on a simulated device: its tensors have a device and a shape, but no data.
 
-Such tensors raise where a tensor of the device meets one of the host, and where anything has to be read from the
-device. Run by itself, because a device once registered stays for the life of the process.
+An operation on tensors of the device and of the host raises, and so does a read from the device. The script needs a
+separate process, since a registered device cannot be removed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def answer_with(runner: ModelRunner, kind: str, device: torch.device) -> None:
     chosen = [each for each in result if isinstance(each, ChosenTokens)]
     must_wait(lambda: sequences[0].drafted(drafts[0], chosen[0], ()))
     for sequence, draft, each in zip(sequences, drafts, chosen, strict=True):
-        each.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
+        each.run._rows = [[5] * len(RULES)] * 4  # simulates the read
         sequence.drafted(draft, each, ())
     asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in sequences]
     branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
@@ -91,7 +91,7 @@ def answer_with(runner: ModelRunner, kind: str, device: torch.device) -> None:
 
 
 def must_wait(read: Callable[[], object]) -> None:
-    """Reading is the one thing that needs the device's numbers."""
+    """Only a read needs the device's data."""
     try:
         read()
     except DataDependentOutputException:
@@ -102,7 +102,7 @@ def must_wait(read: Callable[[], object]) -> None:
 KINDS = ("llama", "gemma2", "gemma3_text", "cohere2", "gpt2")
 
 if __name__ == "__main__":
-    for name in KINDS:  # the formula of its norms is found by numbers
+    for name in KINDS:  # finding the formula of its norms needs data
         fuse_norms(AutoModelForCausalLM.from_config(config_of(name)))
     _setup_privateuseone_for_python_backend("absent")
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1

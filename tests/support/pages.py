@@ -1,8 +1,8 @@
-"""Pages of the documentation and their Python examples: their needs, how they run, and how else they are checked.
+"""Pages of the documentation and their Python examples: their requirements, and how they are run or checked.
 
-A comment above a block says what it needs: `<!-- needs: fastapi -->` names a module, and the block runs where that is
-installed; anything else, such as `<!-- needs: a GPU -->`, no test has. Such a block is compiled, what it imports is
-imported, and the names and keyword arguments that it uses have to exist.
+A comment above a block states a requirement: `<!-- needs: fastapi -->` names a module, and the block runs if it is
+installed. Other requirements, such as `<!-- needs: a GPU -->`, are never met in tests: such a block is compiled, its
+imports are imported, and its names and keyword arguments must exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Names = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A block of Python, after enough empty lines to give its lines the page's line numbers."""
+    """A block of Python, after empty lines that give it the page's line numbers."""
 
     page: str
     code: str
@@ -38,7 +38,7 @@ class Example:
         return self.needs is None or (self.needs.isidentifier() and find_spec(self.needs) is not None)
 
     def take(self, names: Names) -> None:
-        """Run it, or check it where it cannot run, after the blocks that left these names."""
+        """Run it with the names of earlier blocks, or check it if it cannot run."""
         if self.runs:
             exec(compile(self.code, self.page, "exec", dont_inherit=True), names)
         else:
@@ -81,7 +81,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_here(module: str) -> bool:
-    """False where its package is not installed; a part of an installed one has to exist."""
+    """False if its package is not installed; a module of an installed package must exist."""
     package = find_spec(module.partition(".")[0])
     if package is None or package.origin is not None:
         return package is not None
@@ -92,7 +92,7 @@ def _is_here(module: str) -> bool:
 
 
 def _found(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of names and attributes; None where it is unknown before it runs."""
+    """The value of an expression of names and attributes; None if it is unknown before the block runs."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and (owner := _found(node.value, names)) is not None:

@@ -1,4 +1,4 @@
-"""Members that recite: real Llama models of a few thousand weights, whose every next word is known."""
+"""Reciting members: real Llama models of a few thousand weights that produce a given text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reciting_model(tokenizer: Any, speech: str, certainty: float, endless: bool)
     )
     model = LlamaForCausalLM(config)
     words = tokenizer(speech, add_special_tokens=False).input_ids
-    assert len(set(words)) == len(words), "a word that comes twice has two successors"
+    assert len(set(words)) == len(words), "a repeated word has two successors"
     begin, end = tokenizer.convert_tokens_to_ids([BEGIN, END])
     following = dict.fromkeys(range(len(tokenizer)), words[0] if endless else end)
     following.update(zip([begin, *words], [*words, words[0] if endless else end], strict=True))

@@ -16,7 +16,7 @@ TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {
 
 
 def served(engine: EnsembleEngine, url: str, *names: str, **settings: Any) -> EnsembleConfig:
-    """The same ensemble with these members on servers of their models."""
+    """The same ensemble, with these members on servers."""
     members = [
         replace(member, server=url, **settings) if member.label in names else member
         for member in engine.config.member_configs
@@ -30,7 +30,7 @@ def assert_same(actual: EnsembleResult | BaseException, expected: EnsembleResult
     for data in (one, second):
         for member in data["usage"]["members"].values():
             for retained in ("fed", "forwards", "guessed", "accepted"):
-                del member[retained]  # a server's cache and batches are its own affair, and it makes no guesses
+                del member[retained]  # a server's cache and batches are not comparable, and it does not speculate
         for record in data["rounds"]:
             del record["leader"]
     assert one == _about(second)

@@ -27,7 +27,7 @@ from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.run import http_server
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
 from tests.support.reciting import reciting_model, reciting_tokenizer
-from tests.support.terminals import hear_interrupts
+from tests.support.terminals import restore_interrupts
 
 SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
@@ -40,7 +40,7 @@ class Digit(BaseModel):
 
 
 def unkept() -> httpx.AsyncClient:
-    """A client that keeps no connection: it is never closed, and each test has another event loop."""
+    """A client without keep-alive: it is never closed, and each test has another event loop."""
     return httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
 
 
@@ -77,7 +77,7 @@ def serving(
 
 
 def reciting(folder: Path, endless: bool = False) -> EnsembleConfig:
-    """Two members that answer everything with the same words, once, or repeated until they are stopped."""
+    """Two members that always give the same answer, once, or repeated until they are stopped."""
     tokenizer = reciting_tokenizer(SPEECH)
     reciting_model(tokenizer, SPEECH, 9.0, endless).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -88,21 +88,21 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
+        assert time.monotonic() < deadline, "it was never created"
         time.sleep(0.005)
 
 
 @contextmanager
 def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`specfuse-llm serve` in another process, and the address that it prints."""
-    requests = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
-    reported = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    call = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     process = subprocess.Popen(
-        requests,
+        call,
         stderr=subprocess.PIPE,
         text=True,
-        env=reported,
-        preexec_fn=hear_interrupts if os.name == "posix" else None,
+        env=variables,
+        preexec_fn=restore_interrupts if os.name == "posix" else None,
     )
     assert process.stderr is not None
     try:
@@ -114,22 +114,22 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 
 def line_of(process: subprocess.Popen[str], stream: IO[str], pattern: str, seconds: float = 60.0) -> re.Match[str]:
-    """A line of the process, which is killed if none comes in time. Lines of other libraries are passed over."""
+    """A line of the process, which is killed after the time limit. Lines of libraries are skipped."""
     timer = threading.Timer(seconds, process.kill)
     timer.start()
-    others = []
+    skipped = []
     try:
         for line in stream:
             if match := re.search(pattern, line):
                 return match
-            others.append(line)
+            skipped.append(line)
     finally:
         timer.cancel()
-    raise AssertionError(f"no line matches {pattern!r}: {''.join(others)}")
+    raise AssertionError(f"no line matches {pattern!r}: {''.join(skipped)}")
 
 
 def ready(address: str) -> bool:
-    """Whether the models are loaded; while they are, an answer may take seconds on a busy machine."""
+    """Whether the models are loaded; during loading, a response can take seconds on a busy machine."""
     return httpx.get(f"{address}/health", timeout=60).status_code == 200
 
 
@@ -155,11 +155,11 @@ def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")
-"""Seconds, and who leads, which hangs on them."""
+"""Seconds, and the leader, which depends on them."""
 
 
 class Near(float):
-    """A number that equals those that batches of other sizes make of it."""
+    """A number that equals the results of other batch sizes, up to rounding."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and math.isclose(self, other, rel_tol=5e-3)
@@ -168,7 +168,7 @@ class Near(float):
 
 
 def untimed(value: Any) -> Any:
-    """Without seconds, and with scores that are `Near`."""
+    """The data without seconds, and with scores as `Near`."""
     if isinstance(value, dict):
         return {k: untimed(v) for k, v in value.items() if k not in TIMES and not k.startswith(("lc_run", "id"))}
     if isinstance(value, (list, tuple)):

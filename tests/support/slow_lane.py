@@ -1,4 +1,4 @@
-"""A lane whose stages begin late, as a test says: their thread sleeps, or never begins."""
+"""A lane with delayed stages: their thread sleeps, or never starts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from specfuse_shared.members.stages import CacheUse, Close, Fault, Lane, Member, MemberInfo, Reply, StageRequest
 
 NEVER = 1e6
-"""Seconds of a stage that does not begin while a test runs."""
+"""Delay of a stage that does not begin during a test."""
 
 
 class SlowLane:
-    """In front of `lane`. `delay`: seconds before a request continues to it; a `Close` overtakes requests that wait."""
+    """Delays the requests to `lane`. `delay`: seconds for a request; a `Close` overtakes waiting requests."""
 
     def __init__(self, lane: Lane, delay: Callable[[StageRequest], float]) -> None:
         self._lane = lane

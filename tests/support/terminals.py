@@ -8,6 +8,6 @@ import sys
 COMMAND = [sys.executable, "-m", "specfuse_shared"]
 
 
-def hear_interrupts() -> None:
-    """A shell that runs the tests in the background makes them and their subprocesses ignore Ctrl-C."""
+def restore_interrupts() -> None:
+    """Restore Ctrl-C: tests in the background of a shell, and their subprocesses, would ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, with two small tokenizers of different make, saved as local folders."""
+"""Tiny random models of many architectures, with two small tokenizers of different kinds, saved as local folders."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int = 0, **shape: Any) -> Path:
-    """A random model of an architecture, its `shape` changed, with weights wide enough to have opinions."""
+    """A random model of an architecture, its `shape` changed, with weights large enough for distinct probabilities."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         kind,
@@ -116,7 +116,7 @@ def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed
 
 
 def save_pair(folders: pytest.TempPathFactory, **shape: Any) -> dict[str, Path]:
-    """Two members of different make, each in its folder: a byte-level chat model, a metaspace base model."""
+    """Two members of different families, each in its folder: a byte-level chat model, a metaspace base model."""
     return {
         "chat": save_model("qwen3", byte_level_tokenizer(), folders.mktemp("chat"), **shape),
         "base": save_model("llama", metaspace_tokenizer(), folders.mktemp("base"), seed=1, **shape),
@@ -130,14 +130,14 @@ def pair_config(pair: Mapping[str, Path]) -> EnsembleConfig:
 
 
 def _common_characters(texts: list[str]) -> list[str]:
-    """The texts without all but their 80 commonest characters; the trainer's own limit breaks ties at random."""
+    """The texts with their 80 most frequent characters only; the trainer's limit breaks ties at random."""
     counted = Counter("".join(texts))
     retained = set(sorted(counted, key=lambda char: (-counted[char], char))[:80])
     return ["".join(char if char in retained else " " for char in text) for text in texts]
 
 
 def _bytes_are_plain(data: str) -> str:
-    """Byte tokens are vocabulary, not special tokens."""
+    """Mark byte tokens as vocabulary, not as special tokens."""
     import json
 
     parsed = json.loads(data)

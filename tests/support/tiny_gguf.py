@@ -1,4 +1,4 @@
-"""Tiny random models of several architectures as F32 GGUF files, with two small tokenizers of different make."""
+"""Tiny random models of several architectures as F32 GGUF files, with two small tokenizers of different kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class _Weights:
-    """Adds random tensors, with numbers wide enough to have opinions."""
+    """Adds random tensors, with values large enough for distinct probabilities."""
 
     def __init__(self, writer: gguf.GGUFWriter, seed: int, scale: float = 0.25) -> None:
         self._writer, self._random, self._scale = writer, np.random.default_rng(seed), scale
@@ -101,7 +101,7 @@ def _qwen2(writer: gguf.GGUFWriter, weights: _Weights, vocabulary: int) -> None:
 
 
 def _gemma3(writer: gguf.GGUFWriter, weights: _Weights, vocabulary: int) -> None:
-    """Seven layers, of which the sixth sees everything and the others a window; heads of the family's size."""
+    """Seven layers: the sixth attends to all tokens, the others to a window; heads have the family's size."""
     _attention(writer, 7, 256)
     writer.add_sliding_window(WINDOW)
     writer.add_vocab_size(vocabulary)

@@ -1,4 +1,4 @@
-"""Grammars: every draft of every member stays valid, drafts leave no trace, and values end within the budget."""
+"""Grammars: every draft of every member is valid, drafts change no state, and values end within the budget."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def constraint_of(member: LocalMember, grammar: Grammar) -> MemberConstraint:
 
 
 def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, count: int) -> str:
-    """The draft of a member with random opinions."""
+    """The draft of a member with random logits."""
     generator = torch.Generator().manual_seed(seed)
     size, ids = member.runner.model.get_input_embeddings().num_embeddings, []
     constraint.start()
@@ -89,7 +89,7 @@ def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, c
         (lambda: Grammar.choice("yes"), "choice"),
     ],
 )
-def test_a_grammar_that_cannot_be_used_is_refused_when_it_is_made(make: Any, says: str) -> None:
+def test_an_invalid_grammar_is_refused_at_construction(make: Any, says: str) -> None:
     with pytest.raises(GrammarError, match=says):
         make()
 
@@ -107,7 +107,7 @@ def test_a_grammar_without_its_library_names_the_extra(monkeypatch: pytest.Monke
         Grammar.choice(["yes", "no"])
 
 
-def test_only_a_grammar_is_taken_for_one() -> None:
+def test_an_object_of_another_type_is_no_grammar() -> None:
     with pytest.raises(ConfigError, match="grammar must be a Grammar"):
         SamplingParams(grammar={"type": "object"})
 
@@ -124,7 +124,7 @@ def test_every_draft_of_every_member_is_valid(exact_engine: EnsembleEngine, gram
         assert answer.admit(drafted, False).text == drafted != ""
 
 
-def test_a_draft_leaves_the_committed_state_alone(exact_engine: EnsembleEngine) -> None:
+def test_a_draft_does_not_change_the_committed_state(exact_engine: EnsembleEngine) -> None:
     for member in local_members(exact_engine):
         constraint = constraint_of(member, GRAMMARS[0])
         constraint.commit('{"name": "K')
@@ -135,7 +135,7 @@ def test_a_draft_leaves_the_committed_state_alone(exact_engine: EnsembleEngine) 
 
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(VALUE)), max_size=5))
-def test_members_follow_a_text_that_another_one_cut_anywhere(exact_engine: EnsembleEngine, cuts: list[int]) -> None:
+def test_members_follow_a_text_cut_at_any_byte(exact_engine: EnsembleEngine, cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(VALUE)]
     pieces = [VALUE[a:b] for a, b in pairwise(places) if a < b]
     for member in local_members(exact_engine):
@@ -194,7 +194,7 @@ def test_an_answer_of_random_models_is_a_valid_value(tiny_engine: EnsembleEngine
     assert "".join(r.text for r in result.rounds) == result.text
 
 
-def test_a_lone_member_keeps_to_the_grammar_too(tiny_engine: EnsembleEngine) -> None:
+def test_a_single_member_follows_the_grammar(tiny_engine: EnsembleEngine) -> None:
     config = with_settings(tiny_engine.config, exit=lambda totals, t: _Leave((0.9, 0.1)[: len(totals)], (1,)))
     params = SamplingParams(max_tokens=200, grammar=Grammar.json_schema(CITY))
     session = open_session(config, local_members(tiny_engine), QUESTION, params)
@@ -220,7 +220,7 @@ class _Leave:
         (Grammar.lark('start: "f(" arg ")"\narg: /[a-z]+/ | start'), "f(f(x", "))"),
     ],
 )
-def test_an_open_value_has_a_short_finish(grammar: Grammar, start: str, finish: str) -> None:
+def test_an_open_value_has_a_short_completion(grammar: Grammar, start: str, finish: str) -> None:
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     answer = AnswerConstraint(grammar, codec, len(codec.encode(start + finish)))
     answer.commit(start)
@@ -243,19 +243,19 @@ def test_an_open_value_has_a_short_finish(grammar: Grammar, start: str, finish: 
         ({"type": "string", "pattern": "^[^xX]+$"}, '"0"'),
     ],
 )
-def test_a_string_that_may_hold_brackets_and_no_spaces_has_a_short_finish(schema: dict[str, Any], closing: str) -> None:
+def test_a_string_with_brackets_and_without_spaces_has_a_short_completion(schema: dict[str, Any], closing: str) -> None:
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     assert AnswerConstraint(Grammar.json_schema(schema), codec, 40).finish() == closing
 
 
-def test_text_between_tags_is_finished_by_its_tag() -> None:
+def test_text_between_tags_is_completed_by_its_tag() -> None:
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     answer = AnswerConstraint(Grammar.lark('start: "<x>" /[^<]*/ "</x>"'), codec, 40)
     assert answer.finish() == "<x></x>"
 
 
 def test_a_long_value_continues_up_to_its_limit() -> None:
-    """Each piece has another closing, and far more are needed than one search may cost."""
+    """Each piece has another completion, and they need far more steps than one search is allowed."""
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     person = {
         "type": "object",
@@ -294,7 +294,7 @@ def test_a_budget_below_the_shortest_value_is_refused_before_any_work(tiny_engin
         tiny_engine.stream(QUESTION, SamplingParams(max_tokens=5, grammar=Grammar.json_schema(CITY)))
 
 
-def test_a_value_that_finds_no_end_is_an_explicit_error(tiny_engine: EnsembleEngine) -> None:
+def test_a_value_without_a_possible_end_is_an_explicit_error(tiny_engine: EnsembleEngine) -> None:
     endless = Grammar.lark("start: /(ab|cd){2000}/")
     with pytest.raises(UnfinishedValueError, match="max_tokens=20") as caught:
         tiny_engine.generate(QUESTION, SamplingParams(max_tokens=20, grammar=endless))
@@ -344,17 +344,17 @@ ENDLESS = {
     "$defs": {"Box": {"type": "object", "properties": {"box": {"$ref": "#/$defs/Box"}}, "required": ["box"]}},
     "$ref": "#/$defs/Box",
 }
-"""An object that requires itself: it has no finite value, and all of its text is forced."""
+"""An object that requires itself: it has no finite value, and its whole text is forced."""
 
 
-def test_a_value_without_end_takes_its_budget_and_no_more_work(tiny_engine: EnsembleEngine) -> None:
+def test_a_value_without_end_uses_only_its_budget(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=40, grammar=Grammar.json_schema(ENDLESS))
     with pytest.raises(UnfinishedValueError, match="max_tokens=40") as caught:
         tiny_engine.generate(QUESTION, params)
     assert caught.value.text.startswith('{"box": {"box": {"box"')
 
 
-def test_a_long_dictated_text_is_cut_in_few_encodings() -> None:
+def test_a_long_forced_text_is_cut_with_few_encodings() -> None:
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     lengths: list[int] = []
     answer = AnswerConstraint(Grammar.json_schema(ENDLESS), _Counting(codec, lengths), 100)
@@ -365,7 +365,7 @@ def test_a_long_dictated_text_is_cut_in_few_encodings() -> None:
 
 
 class _Counting:
-    """A codec that notes how long the texts are that it is given."""
+    """A codec that records the lengths of its input."""
 
     def __init__(self, codec: Any, lengths: list[int]) -> None:
         self._codec, self._lengths = codec, lengths

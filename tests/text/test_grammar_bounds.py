@@ -94,13 +94,15 @@ def test_large_grammars_that_are_not_too_large_compile_in_a_thread_with_a_small_
     assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
 
 
-def test_the_size_of_stacks_is_as_before_when_a_grammar_was_compiled() -> None:
+def test_compiling_a_grammar_restores_the_stack_size() -> None:
     before = threading.stack_size()
     Grammar.choice(["yes", "no"])
     assert threading.stack_size() == before
 
 
-def test_every_lane_finds_a_grammar_compiled(exact_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_before_it_reaches_a_lane(
+    exact_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[str] = []
     plainly = guidance.on_deep_stack
 
@@ -132,7 +134,7 @@ def test_a_long_closing_is_searched_for_once(exact_engine: EnsembleEngine, monke
         assert admitted == [word, word[::-1]]
         answer.commit(word)
     assert len(answer.finish()) == 900 - 10 * len("fetchingbrowndogs")
-    assert sum(tried) <= 2 * 24, "once for every byte that is allowed"
+    assert sum(tried) <= 2 * 24, "once for every allowed byte"
 
 
 def test_a_closing_continues_the_committed_text(exact_engine: EnsembleEngine) -> None:
@@ -173,7 +175,7 @@ def test_arguments_of_calls_that_are_no_json_are_refused(arguments: str) -> None
     assert len(str(error.value)) < 200, "it does not repeat all of it"
 
 
-def test_half_a_character_is_no_message() -> None:
+def test_a_message_with_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestError, match="half a character"):
         Message("user", "\ud800")
 
@@ -190,7 +192,7 @@ def test_half_a_character_is_no_message() -> None:
         'start: %json {"type": "null"} start',
     ],
 )
-def test_a_grammar_of_no_text_is_refused_since_the_library_would_follow_it_without_end(source: str) -> None:
+def test_a_grammar_without_any_text_is_refused(source: str) -> None:
     with pytest.raises(GrammarError, match="describes no text: its rule start always needs itself"):
         Grammar.lark(source)
 
@@ -209,7 +211,7 @@ def test_a_grammar_of_no_text_is_refused_since_the_library_would_follow_it_witho
         'start: /start: start/ "b: b"',
     ],
 )
-def test_a_grammar_with_a_way_out_is_not(source: str) -> None:
+def test_a_grammar_with_some_text_is_accepted(source: str) -> None:
     check_has_text(source)
 
 

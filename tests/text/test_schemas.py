@@ -1,4 +1,4 @@
-"""Members are asked for everything in a schema that a grammar cannot express, and for nothing that they might copy."""
+"""The prompt contains the parts of a schema that a grammar cannot express, and no text that members might copy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_l
         ),
     ],
 )
-def test_any_schema_has_a_request_or_none(schema: dict[str, Any], expected: str | None) -> None:
+def test_the_request_of_any_schema_is_text_or_none(schema: dict[str, Any], expected: str | None) -> None:
     assert described(schema) == expected
 
 
@@ -97,7 +97,7 @@ def test_definitions_that_refer_to_each_other_are_opened_once_each() -> None:
     assert request.count("\n") == len(names) ** 2
 
 
-def test_the_request_names_the_first_of_very_many_fields() -> None:
+def test_the_request_names_the_first_fields_of_a_very_large_schema() -> None:
     request = described({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
     assert request is not None
     assert request.count("\n") == MOST_FIELDS
@@ -132,7 +132,7 @@ def test_alternatives_that_name_no_property_leave_an_object_closed() -> None:
     assert not is_value(schema, "{}")
 
 
-def test_the_error_of_a_strict_one_of_names_a_remedy() -> None:
+def test_the_error_of_a_strict_oneof_names_a_remedy() -> None:
     with pytest.raises(GrammarError, match="strict=False reads it as anyOf"):
         Grammar.json_schema({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string", "maxLength": 3}]})
 

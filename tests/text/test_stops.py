@@ -1,4 +1,4 @@
-"""Stop strings across borders: found, never shown."""
+"""Stop strings across segments are found and never streamed."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_released_text_never_begins_a_stop_and_ends_before_it(pieces: list[str],
     assert output == (text[: min(ends)] if ends else text)
 
 
-def test_the_earliest_stop_wins_and_the_longest_of_equals() -> None:
+def test_the_earliest_stop_string_wins_and_the_longest_at_one_position() -> None:
     match = find_stop("one ", "two END. three", ["three", "END", "END."])
     assert match is not None
     assert (match.start, match.stop) == (8, "END.")
 
 
-def test_a_stop_may_begin_in_the_known_text() -> None:
+def test_a_stop_string_can_begin_in_earlier_text() -> None:
     match = find_stop("answer\nObs", "ervation: 3", ["\nObservation:"])
     assert match is not None
     assert (match.start, match.end) == (6, 19)
 
 
-def test_partial_stops_are_held() -> None:
+def test_partial_stop_strings_are_held_back() -> None:
     assert partial_stop("answer\nObs", ["\nObservation:"]) == 4
     assert partial_stop("answer", ["\nObservation:"]) == 0
     hold = StopHold(["\nObservation:"])
@@ -52,7 +52,7 @@ def test_partial_stops_are_held() -> None:
 
 
 @given(text=st.text("ab", max_size=12), addition=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1)))
-def test_every_stop_is_found_wherever_it_overlaps_others(text: str, addition: str, stops: list[str]) -> None:
+def test_every_stop_string_is_found_although_it_overlaps_others(text: str, addition: str, stops: list[str]) -> None:
     whole, result = text + addition, find_stops(text, addition, stops)
     for at in range(len(whole)):
         here = [s for s in stops if whole.startswith(s, at) and at + len(s) > len(text)]

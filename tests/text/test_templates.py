@@ -1,6 +1,6 @@
 """Chat templates in the shapes of public ones: each answer follows the same prefix as earlier answers.
 
-The strongest form of that: a prompt and the answer to it are, id by id, the beginning of the next prompt.
+The strongest form of this: the ids of a prompt and its answer are the beginning of the next prompt's ids.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ TEMPLATES = {
     ),
     "plain": PLAIN_TEMPLATE,
 }
-"""Their prompts lead to the prefix of their earlier answers."""
+"""Templates whose prompts end with the prefix of earlier answers."""
 FORGETS = {
     "qwen 3": (
         f"{EACH}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{DONE}{ASK}<|im_start|>assistant\n"
@@ -127,7 +127,7 @@ FORGETS = {
         "<|channel>thought\n<channel|>",
     ),
 }
-"""They drop the reasoning of earlier answers: a prompt ends with empty reasoning that the next one lacks."""
+"""Templates that drop the reasoning of earlier answers: a prompt ends with empty reasoning that the next one lacks."""
 ANSWERS = (
     "Hello there, how are you?",
     "Yes.",
@@ -167,16 +167,16 @@ def continues(made: PromptEncoder, answer: str) -> bool:
     return ids[: len(begun) - 1] == begun[:-1]
 
 
-BEHIND_BLANKS = {
+AFTER_BLANKS = {
     *("llama 2", "mistral v3", "vicuna", "vicuna with a blank in the prompt", "falcon", "openchat", "two blanks")
 }
-"""Their answers follow blanks."""
-# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" is another; and a
-# tokenizer that puts a blank before every text also puts it before answers that follow none
+"""Templates whose answers follow blanks."""
+# a vocabulary of another family has tokens that a template's own model lacks, such as "](" and "\n\n"; and a
+# tokenizer that adds a blank before every text adds it also before answers without one
 FOREIGN: dict[str, set[str]] = {
     "byte level": set(),
     "smollm2": {"llama 3", "mistral v1"},
-    "metaspace": set(TEMPLATES) - BEHIND_BLANKS,
+    "metaspace": set(TEMPLATES) - AFTER_BLANKS,
 }
 
 
@@ -213,7 +213,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_reasoning_is_where_the_template_has_it(name: str) -> None:
+def test_reasoning_is_at_the_templates_position(name: str) -> None:
     template, begun, closing = THOUGHTS[name]
     made = encoder(template, "byte level", thinking=True)
     assert made.tokenizer.decode(made.encode(turns("Hi"))).endswith(begun)

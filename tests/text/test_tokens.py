@@ -1,4 +1,4 @@
-"""Canonical encodings: exact wherever an answer is cut, the same bytes for every member."""
+"""Canonical encodings: exact for every cut of an answer, with the same bytes for every member."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_member_reads_back_the_same_bytes(codecs: dict[str, Codec], text: 
 
 @FAST
 @given(text=TEXT, more=TEXT)
-def test_the_text_of_further_ids_is_their_addition(codecs: dict[str, Codec], text: str, more: str) -> None:
+def test_the_text_of_further_ids_is_appended(codecs: dict[str, Codec], text: str, more: str) -> None:
     text, more = readable(codecs, text), readable(codecs, more)
     for name in REAL:
         codec = codecs[name]

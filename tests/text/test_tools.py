@@ -1,4 +1,4 @@
-"""Tools: described to every member in its own way, called under a grammar, read back while the answer streams."""
+"""Tools: described in each member's format, called under a grammar, parsed while the answer streams."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_the_choice_decides_the_form_of_an_answer(
         call_text("now", {"zone": "UTC"}),
     ],
 )
-def test_calls_that_do_not_fit_their_tool_are_no_answers(codec: Codec, call: str) -> None:
+def test_calls_that_do_not_fit_their_tool_are_invalid(codec: Codec, call: str) -> None:
     assert not accepts(codec, ToolUse([ADD, NOW]), call)
     assert accepts(codec, ToolUse([ADD, NOW]), call_text("now", {}))
 
 
-def test_with_a_grammar_an_answer_is_a_call_or_a_value(codec: Codec) -> None:
+def test_an_answer_under_a_grammar_is_a_call_or_a_value(codec: Codec) -> None:
     numbers = Grammar.json_schema({"type": "array", "items": {"type": "integer"}})
     assert accepts(codec, ToolUse([ADD]), "[1, 2]", numbers)
     assert accepts(codec, ToolUse([ADD]), ADDED, numbers)
@@ -133,7 +133,7 @@ def test_tools_that_cannot_be_called_are_refused_by_name(make: Any, error: type[
 
 
 @given(st.data())
-def test_calls_are_read_the_same_however_the_answer_is_cut(data: st.DataObject) -> None:
+def test_calls_are_parsed_the_same_for_any_segmentation(data: st.DataObject) -> None:
     answer = data.draw(st.sampled_from(["", "Let me see.\n", "a < b <tool"])) + f"{SAID}\n{ADDED}"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=12)))
     reader, parts = CallReader(), []
@@ -153,7 +153,7 @@ def test_calls_are_read_the_same_however_the_answer_is_cut(data: st.DataObject) 
 
 @given(st.data())
 def test_a_value_with_any_content_is_no_call(data: st.DataObject) -> None:
-    """With a grammar and tools, an answer is calls from its first character on, or none of it is one."""
+    """With a grammar and tools, an answer consists of calls only, or contains none."""
     use = ToolUse([ADD, SAY], otherwise=Grammar.json())
     value = json.dumps({"quoted": data.draw(st.sampled_from([ADDED, "<tool_call>", "</tool_call>", "<tool"]))})
     for answer, calls in ((value, 0), (ADDED, 1), ("<", 0)):
@@ -166,7 +166,7 @@ def test_a_value_with_any_content_is_no_call(data: st.DataObject) -> None:
         assert len(reader.calls) == calls
 
 
-def test_a_value_that_was_cut_is_no_call_that_has_begun() -> None:
+def test_a_truncated_value_is_not_a_partial_call() -> None:
     value = '{"a": "<tool_call>'
     assert ToolUse([ADD]).begins(value)
     assert not ToolUse([ADD], otherwise=Grammar.json()).begins(value)
@@ -180,19 +180,19 @@ def test_text_that_only_begins_like_a_call_is_text() -> None:
 
 
 @pytest.mark.parametrize("size", [len(CALL_OPEN), len(CALL_OPEN) + 9, len(ADDED) - 1])
-def test_half_a_call_is_an_explicit_error(size: int) -> None:
+def test_a_partial_call_is_an_explicit_error(size: int) -> None:
     with pytest.raises(UnfinishedValueError, match="inside a tool call"):
         read_calls(ADDED[:size])
 
 
-def test_a_call_that_did_not_fit_is_no_text() -> None:
+def test_a_call_that_did_not_fit_is_not_returned_as_text() -> None:
     reader = CallReader()
     assert reader.feed("Hm. <tool_call") == [TextDelta("Hm. ")]
     assert reader.finish(cut=True) == []
     assert reader.calls == []
 
 
-def test_a_call_that_was_only_closed_in_time_is_cut_and_one_before_it_is_not() -> None:
+def test_a_call_closed_at_the_limit_is_truncated_and_an_earlier_one_is_not() -> None:
     reader = CallReader()
     closing = "}}</tool_call>"
     parts = [*reader.feed(f"{SAID}\n{ADDED}"), *reader.finish(cut=True, closing=closing)]
@@ -202,7 +202,7 @@ def test_a_call_that_was_only_closed_in_time_is_cut_and_one_before_it_is_not() -
     assert arguments_of(written) == {"a": 3, "b": -4}
 
 
-def test_half_a_call_of_a_cut_answer_is_no_call_but_can_be_reported() -> None:
+def test_a_partial_call_of_a_truncated_answer_is_no_call_and_can_be_reported() -> None:
     reader = CallReader()
     parts = [*reader.feed(f"{SAID}\n{ADDED[:-20]}"), *reader.finish(cut=True)]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta) and part.index == 1)
@@ -219,13 +219,13 @@ def test_calls_before_the_cut_are_whole() -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [("Well <tool", "Well "), ("3 <", "3 <"), ("Well.", "Well.")])
-def test_a_cut_answer_shows_no_half_tag(text: str, expected: str) -> None:
+def test_a_truncated_answer_shows_no_partial_tag(text: str, expected: str) -> None:
     reader = CallReader()
     parts = [*reader.feed(text), *reader.finish(cut=True)]
     assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == expected
 
 
-def test_every_call_has_another_id() -> None:
+def test_every_call_has_a_unique_id() -> None:
     _, calls = read_calls(f"{ADDED}\n{ADDED}")
     assert len({call.id for call in calls}) == 2
 
@@ -238,7 +238,7 @@ def prompt(template: str | None, messages: list[Message], tools: list[Tool]) -> 
     return str(made.tokenizer.decode(made.encode(messages, tools)))
 
 
-def test_a_template_with_a_place_for_tools_describes_them_itself() -> None:
+def test_a_template_with_tools_describes_them_itself() -> None:
     text = prompt(NATIVE.replace("%SYNTAX%", CALL_OPEN), [Message("user", "3 - 4?")], [ADD])
     assert text.startswith('<tools>{"type": "function", "function": {"name": "add"')
     assert "You can use these tools" not in text

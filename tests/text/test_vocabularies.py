@@ -22,7 +22,7 @@ SOURCE = 'start: %json { "type": "object" }'
 
 
 def marked() -> PreTrainedTokenizerFast:
-    """With added tokens that are marks, and one that is text."""
+    """A tokenizer with added tokens: control tokens, and one of text."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(["<table>", "</table>", "  \n", "<not a mark>"])
     return tokenizer
@@ -36,13 +36,13 @@ DEMO: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("made", TOKENIZERS)
-def test_tokens_are_those_that_the_library_reads(made: Callable[[], Any]) -> None:
+def test_tokens_equal_the_librarys_tokens(made: Callable[[], Any]) -> None:
     check(made())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", DEMO)
-def test_tokens_of_real_members_are_those_that_the_library_reads(made: Callable[[], Any]) -> None:
+def test_tokens_of_real_members_equal_the_librarys_tokens(made: Callable[[], Any]) -> None:
     check(made())
 
 
