@@ -4,9 +4,9 @@
     python benchmarks/first_hour.py OUT --tiny     the same code on a CPU with small sizes, as a test
 
 It needs torch, transformers, pydantic and a checkout of this repository. Other missing requirements are reported, and
-the parts that need them are left out. Each step is a process of less than ten minutes that writes OUT/STEP.json and OUT/STEP.md
-line by line. A step that is done is not run again: repeat the command after an interruption (Ctrl-C, SIGTERM) or a lost
-machine. OUT/hour.md has all tables. The exit status is 1 if a step failed.
+the parts that need them are left out. Each step is a process of less than ten minutes that writes OUT/STEP.json and
+OUT/STEP.md line by line. A step that is done is not run again: repeat the command after an interruption (Ctrl-C,
+SIGTERM) or a lost machine. OUT/hour.md has all tables. The exit status is 1 if a step failed.
 
 versions   versions, symbols of torch that CUDA graphs depend on, streams, tools
 costs      copies, matrix products, attention with and without a mask from 1k to 32k, launches, uploads

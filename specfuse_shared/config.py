@@ -189,7 +189,7 @@ class MemberConfig(Settings):
             names: Settings to look at.
 
         Returns:
-            Those of `names` that were set, in their order.
+            The `names` that were set, in their order.
 
         Example:
             ```python
@@ -705,7 +705,7 @@ class SamplingParams(Settings):
 
     @classmethod
     def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """Parameters of a call: defaults, and what the call sets.
+        """Parameters of a call: its own fields over defaults.
 
         Args:
             defaults: Fields by name.

@@ -316,7 +316,7 @@ class MemberReport:
     `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward pass, or between a
     server's two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
     "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
-    `context`: token limit, None if the model states none. `backend`: what runs it; `why`: the reason for
+    `context`: token limit, None if the model states none. `backend`: the library that runs it; `why`: the reason for
     that backend. `layers`: "compiled", or "not compiled: " and the reason; empty if that was not tried. `forwards`:
     counts of forward passes: "replayed" as CUDA graphs, as packed steps without a graph ("packed"), or in the shape
     that the tokens have ("dynamic"); empty with other backends than transformers.

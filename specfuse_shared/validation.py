@@ -79,7 +79,7 @@ _EXPECTED = {
 
 
 def _setting_error(owner: Any, error: ValidationError) -> ConfigError:
-    """pydantic's first error, or that of an unknown name, as `ConfigError`."""
+    """pydantic's first error as a `ConfigError`; an unknown name comes first."""
     detail: Any = min(error.errors(include_url=False), key=lambda each: each["type"] != "unexpected_keyword_argument")
     kind, (name, *place), value, message = (detail[key] for key in ("type", "loc", "input", "msg"))
     names = [f.name for f in fields(owner)]

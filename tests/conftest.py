@@ -1,7 +1,7 @@
 """Fixtures that many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
 
-`pytest -m gpu` must start on a GPU machine with pydantic, pytest and little more: the settings of missing plugins are accepted,
-and files without a GPU test are not imported.
+`pytest -m gpu` must start on a GPU machine with pydantic, pytest and little more: the settings of missing plugins are
+accepted, and files without a GPU test are not imported.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ _REPLACEMENTS = {
     "thinking": "use MemberConfig(thinking=True)",
     "validate_model_on_init": "use load(), which loads the members or asks the server",
 }
-"""Options of Ollama's and OpenAI's models, and what to use instead."""
+"""Options of Ollama's and OpenAI's models, and their replacements here."""
 _NEUTRAL_VALUES = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
     **dict.fromkeys(("json_mode", "reasoning", "think", "thinking", "validate_model_on_init"), False),

@@ -376,7 +376,7 @@ class AnswerSession:
         self.finished = True
 
     def _why_unfinished(self, last: Round | None, is_cut: bool) -> str:
-        """Why the value is incomplete, with what it repeated."""
+        """Why the value is incomplete, and the text that it repeated, if any."""
         if last is None:
             return "no member has context left: shorten the prompt, or raise max_context"
         loop = loop_of("", self.text)

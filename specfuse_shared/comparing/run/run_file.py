@@ -59,7 +59,7 @@ class Answer:
 
     @classmethod
     def of(cls, result: EnsembleResult) -> Self:
-        """The answer of an engine, with what a comparison needs of it.
+        """The answer of an engine, reduced to the facts that a comparison needs.
 
         Args:
             result: The engine's result.

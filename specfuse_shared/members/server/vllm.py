@@ -583,7 +583,7 @@ class TokenEndpoint:
         return [*places, after[0]]
 
     async def _request(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
-        # a position reports as many ids as are named, and the decoded token takes one of them: so one is named twice
+        # a position reports one id per name, and the decoded token takes one place: so one id is named twice
         named = [*watched, *watched[-1:]]
         scored = {"logprobs": len(named), **({"logprob_token_ids": named} if named else {})}
         # text is not needed, and detokenising uninitialised rows fails
