@@ -157,7 +157,7 @@ class Comparison:
             asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
             comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
             try:
-                Path("vote.html").write_text(comparison.to_voting_page(), "utf-8")
+                print(Path("vote.html").write_text(comparison.to_voting_page(), "utf-8"), "characters")
             except ConfigError as error:
                 print(error)
             ```

@@ -48,7 +48,8 @@ class Column:
             from specfuse_shared.comparing import compare
 
             asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
-            column = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0).columns["all"]
+            comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
+            column = next(iter(comparison.columns.values()))
             print(column.between("ensemble", column.best))
             ```
         """

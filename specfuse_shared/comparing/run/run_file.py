@@ -69,9 +69,10 @@ class Answer:
 
         Example:
             ```python
+            from specfuse_shared import SamplingParams
             from specfuse_shared.comparing import Answer
 
-            print(Answer.of(engine.generate("Why is the sky blue?", max_tokens=8)).text)
+            print(Answer.of(engine.generate("Why is the sky blue?", SamplingParams(max_tokens=8))).text)
             ```
         """
         rounds, agreement = result.rounds, result.agreement
@@ -107,7 +108,7 @@ class Answer:
             ```python
             from specfuse_shared.comparing import Answer
 
-            row = {"text": "Paris", "reason": "stop", "tokens": 1, "forwards": 2, "seconds": 0.1, "first_seconds": 0.1}
+            row = {"text": "Paris", "finish": "stop", "tokens": 1, "rounds": 1, "active": 2.0, "forwards": 3}
             print(Answer.from_dict(row).text)
             ```
         """
