@@ -45,12 +45,12 @@ class Column:
 
         Example:
             ```python
-            from specfuse_shared.comparing import compare
+            from specfuse_shared.comparing import ENSEMBLE, compare
 
             asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
             comparison = compare("demo", asked, run="run.jsonl", max_tokens=8, timed=0)
             column = next(iter(comparison.columns.values()))
-            print(column.between("ensemble", column.best))
+            print(column.between(ENSEMBLE, column.best))
             ```
         """
         return difference(self.points[ours], self.points[theirs])
