@@ -48,7 +48,9 @@ def validated(kind: type[S]) -> type[S]:
 def tuple_of(kind: Any) -> GetPydanticSchema:
     """In `Annotated`: a list of values of a kind becomes a tuple."""
     return GetPydanticSchema(
-        lambda _, handler: core_schema.tuple_schema([handler(kind)], variadic_item_index=0, strict=False)
+        lambda _, handler: core_schema.tuple_schema(
+            [handler.generate_schema(kind)], variadic_item_index=0, strict=False
+        )
     )
 
 
