@@ -206,7 +206,7 @@ def test_a_cancelled_answer_leaves_the_others_of_its_batch(llama_engine: Ensembl
     thread = threading.Thread(
         target=lambda: results.append(llama_engine.generate(QUESTION, SamplingParams(max_tokens=60)).text)
     )
-    stream = llama_engine.stream("Never stop", SamplingParams(max_tokens=400, ignore_eos=True))
+    stream = llama_engine.stream("Go on for ever", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     thread.start()
     stream.close()  # type: ignore[attr-defined]

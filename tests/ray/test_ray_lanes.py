@@ -68,7 +68,7 @@ def test_members_on_other_nodes_give_the_same_answers(tiny_engine: EnsembleEngin
 
 
 def test_a_cancelled_answer_frees_the_caches_of_other_nodes(apart: EnsembleEngine) -> None:
-    stream = apart.stream("Never stop", SamplingParams(max_tokens=400))
+    stream = apart.stream("Go on for ever", SamplingParams(max_tokens=400))
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]
     _until(lambda: not apart.metrics().running)
@@ -139,7 +139,7 @@ def test_an_actor_that_raises_an_unpicklable_error_is_restarted(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine
 ) -> None:
     lane = next(lane for lane in apart._assembly.lanes if lane.members[0].name == "base")
-    stream = apart.stream("Continue", SamplingParams(max_tokens=200, ignore_eos=True))
+    stream = apart.stream("Go on", SamplingParams(max_tokens=200, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     lane._connection.send(_poison())  # type: ignore[attr-defined]
     rest = list(stream)
@@ -174,7 +174,7 @@ def test_a_member_whose_process_is_stopped_misses_rounds_and_returns(
     apart.config = replace(usual, round_seconds=0.5, round_grace=0.1, late_rounds=1000)
     actor = next(process for process in psutil.process_iter(["name"]) if "ray::MemberAct" in process.info["name"])
     try:
-        stream = apart.stream("Never stop", params)
+        stream = apart.stream("Go on for ever", params)
         events = (event for event in stream if isinstance(event, SegmentEvent | FinishEvent))
         next(events)
         actor.suspend()
@@ -188,7 +188,7 @@ def test_a_member_whose_process_is_stopped_misses_rounds_and_returns(
         assert len(late.record.absent) == 1
         assert len(rounds[-1].present) == 2, "the member returned"
         members = local_members(tiny_engine)
-        assert_equals_naive_with_absences(apart.config, members, "Never stop", params, end.result)
+        assert_equals_naive_with_absences(apart.config, members, "Go on for ever", params, end.result)
     finally:
         apart.config = usual
 
