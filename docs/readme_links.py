@@ -22,11 +22,8 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
     def absolute(link: re.Match[str]) -> str:
         if _ABSOLUTE.match(link["target"]):
             return link[0]
-        page, raw = (
-            f"https://github.com/{repository}/blob/{tag}/",
-            f"https://raw.githubusercontent.com/{repository}/{tag}/",
-        )
-        return f"{link['is_image']}{link['text']}({raw if link['is_image'] else page}{link['target']})"
+        host, kind = ("raw.githubusercontent.com", "") if link["is_image"] else ("github.com", "blob/")
+        return f"{link['is_image']}{link['text']}(https://{host}/{repository}/{kind}{tag}/{link['target']})"
 
     return _LINK.sub(absolute, text)
 

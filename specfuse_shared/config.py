@@ -371,9 +371,9 @@ class EnsembleConfig(Settings):
     "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
     "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
     aggregate: AggregateName | AggregatePolicy = "seconded_mean"
-    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member without most of the
-    weight cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that
-    one verifier finds impossible cannot win)."""
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, the score of a member without
+    most of the weight for its own candidate is limited), "weighted_mean" (the papers') or "geometric_mean" (a candidate
+    that one verifier finds impossible cannot win)."""
     first_weights: Literal["size", "equal"] = "size"
     """Initial weight of a member's vote: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
     members do not outvote a far better one; "equal" if a size is unknown) or "equal" (`MemberConfig.weight`
@@ -589,7 +589,7 @@ class EnsembleConfig(Settings):
         """The policy that `aggregate` names, or the one that it is.
 
         Returns:
-            A `AggregatePolicy`.
+            An `AggregatePolicy`.
 
         Example:
             ```python
@@ -623,7 +623,7 @@ class EnsembleConfig(Settings):
         """The policy that `exit` names, or the one that it is.
 
         Returns:
-            A `ExitPolicy`.
+            An `ExitPolicy`.
 
         Example:
             ```python

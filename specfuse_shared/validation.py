@@ -25,7 +25,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**data)
+        return cls(**{str(name): value for name, value in data.items()})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

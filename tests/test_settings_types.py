@@ -20,6 +20,7 @@ from specfuse_shared.api_server.settings import ServerSettings
     [
         (lambda: SamplingParams(max_tokens="3"), r"SamplingParams\.max_tokens must be a whole number, not '3'"),
         (lambda: SamplingParams(max_tokens=0), r"max_tokens must be at least 1, not 0"),
+        (lambda: SamplingParams.from_dict({1: 2}), r"SamplingParams has no setting '1'"),
         (lambda: SamplingParams(temperature="hot"), r"temperature must be a number, not 'hot'"),
         (lambda: SamplingParams(temperature=True), r"temperature must be a number, not True"),
         (lambda: SamplingParams(seed="a"), r"seed must be a whole number or None, not 'a'"),
