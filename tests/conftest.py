@@ -53,15 +53,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test that needs a shared demo ensemble is slow: the README's test command loads the demo for the
-    README's examples and the programs of examples/ only."""
+    README's examples and the programs of examples/ only. Every weekly test is slow."""
     for item in items:
-        if not {"demo_engine", "exact_engine"}.isdisjoint(getattr(item, "fixturenames", ())):
+        demo = not {"demo_engine", "exact_engine"}.isdisjoint(getattr(item, "fixturenames", ()))
+        if demo or item.get_closest_marker("weekly"):
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
     """Freeze the libraries' objects: closing an engine collects garbage, which would search all of them."""
     admission.settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After each file, freeze what it has imported and cached."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        admission.settle()
 
 
 @pytest.fixture(scope="session")

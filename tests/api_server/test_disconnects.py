@@ -60,6 +60,7 @@ def test_a_client_that_leaves_before_the_answer_stops_the_compute(
     until(lambda: idle(tiny), 5)
 
 
+@pytest.mark.slow
 def test_slow_readers_do_not_slow_the_others(client: httpx.Client, tiny: EnsembleEngine) -> None:
     """The slow clients request long answers, and read nothing until the other clients have their answers."""
     until(lambda: idle(tiny))

@@ -99,6 +99,7 @@ def test_two_programs_share_the_weights_of_one_server(
         record_property(f"MiB of the {name}", round(size / 2**20))
 
 
+@pytest.mark.slow
 def test_loaded_objects_are_frozen_for_the_garbage_collector(tiny_members: list[MemberConfig]) -> None:
     members = [member.model for member in tiny_members]
     done = subprocess.run([sys.executable, "-c", SERVED, *members], capture_output=True, text=True, timeout=120)

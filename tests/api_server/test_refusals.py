@@ -435,7 +435,7 @@ def test_no_request_breaks_the_server(client: httpx.Client, path: str, sent: dic
     _survives(client, path, sent)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 @settings(max_examples=2000, **FUZZ)
 @given(path=PATHS, sent=body)

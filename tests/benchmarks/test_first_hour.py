@@ -29,7 +29,7 @@ def result_of(out: Path, step: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> None:
     first = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -92,6 +92,7 @@ def test_dropped_graphs_do_not_change_answers(tmp_path: Path) -> None:
     assert len(result_of(tmp_path, "graphs")["lacking"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_real_sizes_are_refused_without_a_gpu(tmp_path: Path) -> None:
     real = [part for part in command(tmp_path) if part != "--tiny"]

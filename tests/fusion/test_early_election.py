@@ -152,8 +152,18 @@ def test_a_margin_below_one_is_refused(margin: float) -> None:
         EnsembleConfig(["a"], early_margin=margin)
 
 
-@pytest.mark.parametrize("speculation", ["off", "auto"])
-@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "paged"])
+@pytest.mark.parametrize(
+    ("kind", "speculation"),
+    [
+        ("qwen3", "auto"),
+        ("lfm2", "off"),
+        ("paged", "auto"),
+        *(
+            pytest.param(*case, marks=pytest.mark.weekly)
+            for case in (("qwen3", "off"), ("lfm2", "auto"), ("paged", "off"))
+        ),
+    ],
+)
 def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_path: Path) -> None:
     """Greedy and seeded, dynamic, row by row and paged: continued drafts equal drafts made at once."""
     execution, model = (kind, "qwen3") if kind == "paged" else ("dynamic", kind)

@@ -30,8 +30,8 @@ PROMPTS = {
     "chinese": "请用中文介绍一下北京的历史，写三句话。",
     "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
 }
-SLOW = pytest.mark.slow
-KINDS = ["english", *(pytest.param(kind, marks=SLOW) for kind in PROMPTS if kind != "english")]
+WEEKLY = pytest.mark.weekly
+KINDS = ["english", "code", *(pytest.param(kind, marks=WEEKLY) for kind in ("chinese", "emoji"))]
 
 
 def question(text: str) -> list[Message]:
@@ -47,7 +47,7 @@ def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind:
     assert records
 
 
-@pytest.mark.parametrize("kind", ["english", pytest.param("chinese", marks=SLOW)])
+@pytest.mark.parametrize("kind", [pytest.param("english", marks=WEEKLY), "chinese"])
 def test_seeded_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     params = SamplingParams(max_tokens=200, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02, seed=11)
@@ -61,10 +61,8 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "chance", [{}, pytest.param({"temperature": 0.8, "seed": 4}, marks=SLOW)], ids=["greedy", "seeded"]
-)
+@WEEKLY
+@pytest.mark.parametrize("chance", [{}, {"temperature": 0.8, "seed": 4}], ids=["greedy", "seeded"])
 def test_a_stop_string_cuts_the_answer_without_changing_it(
     exact_engine: EnsembleEngine, chance: dict[str, float]
 ) -> None:
@@ -78,7 +76,7 @@ def test_a_stop_string_cuts_the_answer_without_changing_it(
         assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
-@SLOW
+@WEEKLY
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
     facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
     messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")
@@ -88,12 +86,11 @@ def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine:
     assert_equals_naive(config, members, messages, SamplingParams(max_tokens=200), rounds=1)
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("index", "text"),
     [
         (0, "Write an essay of five paragraphs about the moon."),
-        (1, "Write a letter to a friend about a week at the sea, day by day."),
+        pytest.param(1, "Write a letter to a friend about a week at the sea, day by day.", marks=WEEKLY),
     ],
 )
 def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, text: str) -> None:

@@ -112,7 +112,7 @@ def streamed_by(engine: EnsembleEngine, params: SamplingParams, **settings: obje
     return "".join(e.text for e in events if isinstance(e, SegmentEvent)), last.result
 
 
-@pytest.mark.parametrize("score", ["mean_logprob", "stretch"])
+@pytest.mark.parametrize("score", ["mean_logprob", pytest.param("stretch", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("chance", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_a_stop_string_cuts_the_answer_without_changing_it(
     tiny_engine: EnsembleEngine, chance: dict[str, float], score: str

@@ -166,7 +166,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("way", ["batch", "batch_as_completed"])
+@pytest.mark.parametrize("way", ["batch", pytest.param("batch_as_completed", marks=pytest.mark.weekly)])
 def test_an_interrupt_stops_the_answers_of_a_batch(tmp_path: Path, way: str) -> None:
     folders = [save_model("llama", byte_level_tokenizer(), tmp_path / name, seed) for seed, name in enumerate("ab")]
     command = [sys.executable, "-c", PROGRAM, way, *map(str, folders)]

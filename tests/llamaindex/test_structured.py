@@ -102,7 +102,7 @@ def test_a_value_that_does_not_fit_raises_an_error(llm: SpecFuseLLM) -> None:
         llm.structured_predict(Pair, PROMPT, llm_kwargs={"max_tokens": 4}, thing="the sea")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_fifty_of_fifty_predictions_are_valid(llm: SpecFuseLLM) -> None:
     """Eight at a time."""

@@ -11,7 +11,14 @@ from tests.support.against_naive import local_members, open_session, with_settin
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize(
-    "text", ["Why is the sky blue?", "请介绍北京的历史。🎉", "Write a nested Python loop over a list of lists."]
+    "text",
+    [
+        "请介绍北京的历史。🎉",
+        *(
+            pytest.param(text, marks=pytest.mark.weekly)
+            for text in ("Why is the sky blue?", "Write a nested Python loop over a list of lists.")
+        ),
+    ],
 )
 def test_a_round_feeds_at_most_its_candidates_its_guesses_and_four_tokens(
     demo_engine: EnsembleEngine, text: str, speculation: str

@@ -276,7 +276,7 @@ def test_existing_blocks_count_as_capacity_for_answers(member: LocalMember, monk
 # ── many answers ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "paged"])
+@pytest.mark.parametrize("execution", ["dynamic", pytest.param("paged", marks=pytest.mark.slow)])
 def test_greedy_choices_read_from_the_device_once_a_forward_pass(
     driver: Driver, tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

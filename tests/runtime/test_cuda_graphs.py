@@ -31,6 +31,7 @@ def captured(driver: Driver, tiny_engine: EnsembleEngine) -> Iterator[EnsembleEn
         yield engine.load()
 
 
+@pytest.mark.slow
 def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
     driver: Driver, tiny_engine: EnsembleEngine
 ) -> None:
@@ -74,6 +75,7 @@ def test_inputs_beyond_the_largest_step_take_several_steps(
         assert sizes <= {1, 2, 4, 8}
 
 
+@pytest.mark.slow
 def test_many_captured_answers_equal_dynamic_execution(
     driver: Driver, captured: EnsembleEngine, tiny_engine: EnsembleEngine
 ) -> None:

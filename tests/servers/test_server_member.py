@@ -45,9 +45,9 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
     "params",
     [
         WIDE,
-        SamplingParams(max_tokens=25, repetition_penalty=1.3),
+        pytest.param(SamplingParams(max_tokens=25, repetition_penalty=1.3), marks=pytest.mark.weekly),
         SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
-        SamplingParams(max_tokens=24, min_tokens=20),
+        pytest.param(SamplingParams(max_tokens=24, min_tokens=20), marks=pytest.mark.weekly),
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
         SamplingParams(max_tokens=40, grammar=Grammar.json_schema({"properties": {"n": {"type": "integer"}}})),

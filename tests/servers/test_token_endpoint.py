@@ -45,13 +45,13 @@ def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str
     "params",
     [
         WIDE,
-        SamplingParams(max_tokens=25, repetition_penalty=1.3),
+        pytest.param(SamplingParams(max_tokens=25, repetition_penalty=1.3), marks=pytest.mark.weekly),
         SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
-        SamplingParams(max_tokens=24, min_tokens=20),
+        pytest.param(SamplingParams(max_tokens=24, min_tokens=20), marks=pytest.mark.weekly),
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
         SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "yesterday", "no"])),
-        SamplingParams(max_tokens=30, grammar=Grammar.lark(LARK)),
+        pytest.param(SamplingParams(max_tokens=30, grammar=Grammar.lark(LARK)), marks=pytest.mark.weekly),
         SamplingParams(max_tokens=60, grammar=Grammar.json_schema(SCHEMA)),
     ],
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "regex", "choice", "lark", "schema"],
@@ -187,6 +187,7 @@ def test_a_server_without_such_grammars_drafts_one_token_a_request(
         assert [draft for draft in drafts if "allowed_token_ids" in draft]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_under_a_grammar_drafts_single_tokens(
     tiny_engine: EnsembleEngine,
     chat: tuple[EnsembleEngine, Ways],
@@ -216,11 +217,12 @@ def test_a_server_that_fails_under_a_grammar_drafts_single_tokens(
 # ── rows that are missing, or were never written ─────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("ways", [Ways(tokens=True, block=4), Ways(tokens=True, block=4, all_rows=False)], ids=repr)
+@pytest.mark.parametrize("all_rows", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_rows_before_the_cached_part_are_never_read(
-    tiny_engine: EnsembleEngine, folders: dict[str, Path], ways: Ways
+    tiny_engine: EnsembleEngine, folders: dict[str, Path], all_rows: bool
 ) -> None:
     """Blocks end inside candidates, all are cached the second time, and stale rows look like valid ones."""
+    ways = Ways(tokens=True, block=4, all_rows=all_rows)
     with model_server(folders["chat"], ways) as (url, _), EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         for _ in range(2):
             for question in QUESTIONS[:2]:

@@ -83,15 +83,24 @@ def test_a_faulty_member_leaves_and_the_answer_continues(engine: EnsembleEngine,
     assert not healthy.warnings, "the fault ended with its request"
 
 
+NEIGHBOURS = [f"{NEIGHBOUR} {n}" for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: EnsembleEngine) -> list[str]:
+    """The neighbours' answers without a fault."""
+    return [engine.generate(question, PARAMS).text for question in NEIGHBOURS]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_one_poisoned_request_fails_alone(engine: EnsembleEngine, stage: str, kind: str) -> None:
-    neighbours = [f"{NEIGHBOUR} {n}" for n in range(3)]
-    expected = [engine.generate(question, PARAMS).text for question in neighbours]
+def test_one_poisoned_request_fails_alone(
+    engine: EnsembleEngine, undisturbed: list[str], stage: str, kind: str
+) -> None:
     with fault_in(engine, stage, FAULTS[kind], only="poisoned"):
-        streams = [engine.stream(question, PARAMS) for question in (*neighbours, POISONED)]
+        streams = [engine.stream(question, PARAMS) for question in (*NEIGHBOURS, POISONED)]
         results = [outcome_of(stream) for stream in streams]
-    assert [each.shown for each in results[:3]] == expected
+    assert [each.shown for each in results[:3]] == undisturbed
     assert not any(each.warnings for each in results[:3])
     assert [w.member for w in results[3].warnings] == ["base"]
     assert results[3].result is not None

@@ -185,7 +185,7 @@ def test_a_value_is_complete_within_the_budget(exact_engine: EnsembleEngine, gra
         validate(json.loads(text), json.loads(grammar.source))
 
 
-@pytest.mark.parametrize("limit", [60, 90, 400])
+@pytest.mark.parametrize("limit", [60, 90, pytest.param(400, marks=pytest.mark.slow)])
 def test_an_answer_of_random_models_is_a_valid_value(tiny_engine: EnsembleEngine, limit: int) -> None:
     params = SamplingParams(max_tokens=limit, grammar=Grammar.json_schema(CITY), temperature=1.0, seed=3)
     result = tiny_engine.generate(QUESTION, params)

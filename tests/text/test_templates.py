@@ -180,7 +180,9 @@ FOREIGN: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "smollm2" else []) for kind in FOREIGN]
+)
 def test_a_prompt_and_its_answer_are_the_beginning_of_the_next_prompt(kind: str) -> None:
     made = {name: encoder(template, kind) for name, template in TEMPLATES.items()}
     broken = {name for name in made if not all(continues(made[name], answer) for answer in ANSWERS)}
