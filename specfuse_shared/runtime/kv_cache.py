@@ -8,7 +8,7 @@ The next turn of a conversation, the next step of an agent loop and questions ov
 prompt. So prefixes of ended answers are copied out of the rows. Their bytes are limited, and the least recently used
 one is dropped first. A prefix of a running answer is copied from its row.
 
-Admission (`serving/admission.py`) also uses `row_capacity`, but repeats the doubling of blocks in its own code.
+Admission (`serving/admission.py`) counts the same rows and blocks, by `row_capacity` and `grown`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ TREE_CAPACITY = 64
 def row_capacity(slots: int, smallest: int) -> int:
     """Slots of the row that holds `slots`: a power of two, at least the smallest row."""
     return max(smallest, 1 << max(0, slots - 1).bit_length())
+
+
+def grown(rows: int) -> int:
+    """Rows of a block that was full with `rows`: twice as many, so that copies stay rare."""
+    return max(1, 2 * rows)
 
 
 def smallest_row(device: torch.device) -> int:
@@ -169,15 +174,16 @@ class CacheBlock:
         return len(self.rows) >= self.size
 
     def grow(self) -> None:
-        """Make place for twice the rows, so that copies stay rare."""
+        """Make place for more rows."""
+        size = grown(self.size)
         for n, places in enumerate(self._places):
             if self.stacks[n].shape[1] > self.size:  # it grew before memory ran out, in an earlier attempt
                 continue
-            bigger = self._zeros(len(places), 2 * self.size, self.stacks[n])
+            bigger = self._zeros(len(places), size, self.stacks[n])
             bigger[:, : self.size] = self.stacks[n][:, : self.size]
             self.stacks[n] = bigger
             self._show(places, bigger)
-        self.size *= 2
+        self.size = size
 
     def drop(self) -> None:
         """Free the buffers; the next write makes new ones."""

@@ -23,7 +23,7 @@ from specfuse_shared.members.local.session import MOST_GUESSED
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.placement.sizing import only_cpu
-from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, row_capacity
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, grown, row_capacity
 from specfuse_shared.runtime.mps import empty_cache
 
 _PREFIX_SHARE = 0.125
@@ -158,14 +158,14 @@ class Budget:
         return all(self._tokens[name] + count <= rooms[name] for name, count in need.tokens.items())
 
     def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
-        """Add one row; whether it fits, with the block twice as large if it is full.
+        """Add one row; whether it fits, with a larger block if it is full.
 
         `alone`: no other answer runs. Then the row is added in any case.
         """
         block = self._blocks[name, capacity]
         size = block.size
         if block.used == size:
-            block.size = max(1, 2 * size)
+            block.size = grown(size)
         if alone or block.size == size or self._has_capacity():
             block.used += 1
             return True

@@ -104,4 +104,7 @@ def test_ends_and_common_beginnings_equal_the_naive_round(partner: Path, tmp_pat
                 ends += sum(c.ends for c in record.candidates)
                 texts = [c.text for c in record.candidates]
                 beginnings += any(a != b and b.startswith(a) for a in texts for b in texts)
+        params = SamplingParams(max_tokens=300, temperature=0.5, seed=1, ignore_eos=True)
+        records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=3)
     assert min(ends, beginnings) >= 5
+    assert not any(candidate.ends for record in records for candidate in record.candidates)

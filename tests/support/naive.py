@@ -39,7 +39,11 @@ class NaiveMember:
         self.m: Any = member
         self.prompt = member.encode_prompt(messages)
         self.sampler = Sampler(params, params.seed or 0, member.name, member.runner.device)
-        self.turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+        ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+        self.turn_ends = () if params.ignore_eos else ends
+        self.banned = member.banned_token_ids
+        if params.ignore_eos:
+            self.banned = torch.cat([self.banned, self.banned.new_tensor(self.stop_ids)])
 
     def logits(self, answer_ids: list[int]) -> torch.Tensor:
         """(tokens of the answer + 1, V): the logits after the prompt and after each answer token."""
@@ -52,7 +56,7 @@ class NaiveMember:
         ids: list[int] = []
         self.sampler.start(round_index)
         while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
-            logits = self.logits(start + ids)[-1].index_fill(0, self.m.banned_token_ids, float("-inf"))
+            logits = self.logits(start + ids)[-1].index_fill(0, self.banned, float("-inf"))
             token = self.sampler.pick(logits, self.prompt + start + ids)
             if token in self.stop_ids:
                 return whole_characters(self.cut_turn(text)), True
