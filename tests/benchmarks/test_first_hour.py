@@ -81,7 +81,7 @@ def processes_with(text: str) -> list[str]:
     return [line for pid, line in lines.items() if text in line and pid != os.getpid()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_dropped_graphs_do_not_change_answers(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "--only", "graphs"), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

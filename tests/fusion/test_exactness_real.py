@@ -31,14 +31,18 @@ PROMPTS = {
     "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
 }
 WEEKLY = pytest.mark.weekly
-KINDS = ["english", "code", *(pytest.param(kind, marks=WEEKLY) for kind in ("chinese", "emoji"))]
+
+
+def prompts(*often: str) -> list[Any]:
+    """The kinds of prompts; all but these run weekly."""
+    return [pytest.param(kind, marks=[] if kind in often else [WEEKLY]) for kind in PROMPTS]
 
 
 def question(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", prompts("english", "code"))
 def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
     score = SCORES[1] if kind == "code" else {}
     config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
@@ -118,7 +122,7 @@ def paged_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
     return results
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", prompts("english"))
 def test_both_executions_give_the_same_rounds(
     exact_engine: EnsembleEngine, paged_members: list[LocalMember], kind: str
 ) -> None:
