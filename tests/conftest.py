@@ -67,9 +67,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After each file, freeze what it has imported and cached."""
+    """Before the next file, freeze what this one has imported and cached."""
     yield
-    if nextitem is None or nextitem.path != item.path:
+    if nextitem is not None and nextitem.path != item.path:
         admission.settle()
 
 

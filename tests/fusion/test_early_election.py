@@ -14,6 +14,7 @@ from specfuse_shared.policies import Election
 from tests.support.against_naive import assert_equals_naive, local_members, with_settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_lane import FakeLane, scripted
+from tests.support.marks import weekly
 from tests.support.tiny import MESSAGES, ROW_BY_ROW, byte_level_tokenizer, metaspace_tokenizer, save_model
 
 RIVER = "the river runs down to the sea and there it ends its way at last among the waves and the sand of the shore ."
@@ -158,10 +159,7 @@ def test_a_margin_below_one_is_refused(margin: float) -> None:
         ("qwen3", "auto"),
         ("lfm2", "off"),
         ("paged", "auto"),
-        *(
-            pytest.param(*case, marks=pytest.mark.weekly)
-            for case in (("qwen3", "off"), ("lfm2", "auto"), ("paged", "off"))
-        ),
+        *weekly(("qwen3", "off"), ("lfm2", "auto"), ("paged", "off")),
     ],
 )
 def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_path: Path) -> None:

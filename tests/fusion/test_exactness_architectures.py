@@ -8,6 +8,7 @@ import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from tests.support.against_naive import SCORES, assert_equals_naive, local_members, with_settings
+from tests.support.marks import weekly
 from tests.support.tiny import (
     ARCHITECTURES,
     MESSAGES,
@@ -17,15 +18,12 @@ from tests.support.tiny import (
     save_model,
 )
 
-PAGED = {"qwen3", "gemma2", "gpt2", "gpt_oss"}
+PAGED = ("qwen3", "gemma2", "gpt2", "gpt_oss")
 """Architectures whose attention differs: per-head norms, soft caps, learned positions, and sinks."""
 WAYS = [
     *((kind, "dynamic") for kind in ARCHITECTURES),
-    *(
-        pytest.param(kind, "paged", marks=[] if kind in PAGED else [pytest.mark.weekly])
-        for kind in ARCHITECTURES
-        if kind not in ROW_BY_ROW
-    ),
+    *((kind, "paged") for kind in PAGED),
+    *weekly(*((kind, "paged") for kind in ARCHITECTURES if kind not in {*PAGED, *ROW_BY_ROW})),
 ]
 
 
@@ -63,7 +61,7 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
     [
         (SCORES[0], "off"),
         (SCORES[0], "auto"),
-        *(pytest.param(score, way, marks=pytest.mark.weekly) for score in SCORES[1:] for way in ("auto", "off")),
+        *weekly(*((score, way) for score in SCORES[1:] for way in ("auto", "off"))),
     ],
     ids=str,
 )
@@ -84,9 +82,7 @@ def test_three_members_equal_the_naive_round(
             assert [len(r.active) for r in records] == [3] + [2] * (len(records) - 1), "the best two never leave"
 
 
-@pytest.mark.parametrize(
-    "score", [SCORES[0], *(pytest.param(score, marks=pytest.mark.weekly) for score in SCORES[1:])], ids=str
-)
+@pytest.mark.parametrize("score", [SCORES[0], *weekly(*SCORES[1:])], ids=str)
 def test_ends_and_common_beginnings_equal_the_naive_round(partner: Path, tmp_path: Path, score: dict[str, str]) -> None:
     """Members that end their turn at any time, and two of one model, whose drafts begin alike."""
     save_model("gpt2", byte_level_tokenizer(), tmp_path)

@@ -22,6 +22,7 @@ from tests.support.against_naive import (
     with_settings,
 )
 from tests.support.captured import paged_runner
+from tests.support.marks import weekly
 
 PROMPTS = {
     "english": "Why is the sky blue? Explain it to a child.",
@@ -30,19 +31,13 @@ PROMPTS = {
     "chinese": "请用中文介绍一下北京的历史，写三句话。",
     "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
 }
-WEEKLY = pytest.mark.weekly
-
-
-def prompts(*often: str) -> list[Any]:
-    """The kinds of prompts; all but these run weekly."""
-    return [pytest.param(kind, marks=[] if kind in often else [WEEKLY]) for kind in PROMPTS]
 
 
 def question(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-@pytest.mark.parametrize("kind", prompts("english", "code"))
+@pytest.mark.parametrize("kind", ["english", "code", *weekly("chinese", "emoji")])
 def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
     score = SCORES[1] if kind == "code" else {}
     config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
@@ -51,7 +46,7 @@ def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind:
     assert records
 
 
-@pytest.mark.parametrize("kind", [pytest.param("english", marks=WEEKLY), "chinese"])
+@pytest.mark.parametrize("kind", ["chinese", *weekly("english")])
 def test_seeded_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     params = SamplingParams(max_tokens=200, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02, seed=11)
@@ -65,7 +60,7 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
 
 
-@WEEKLY
+@pytest.mark.weekly
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.8, "seed": 4}], ids=["greedy", "seeded"])
 def test_a_stop_string_cuts_the_answer_without_changing_it(
     exact_engine: EnsembleEngine, chance: dict[str, float]
@@ -80,7 +75,7 @@ def test_a_stop_string_cuts_the_answer_without_changing_it(
         assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
-@WEEKLY
+@pytest.mark.weekly
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
     facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
     messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")
@@ -94,7 +89,7 @@ def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine:
     ("index", "text"),
     [
         (0, "Write an essay of five paragraphs about the moon."),
-        pytest.param(1, "Write a letter to a friend about a week at the sea, day by day.", marks=WEEKLY),
+        *weekly((1, "Write a letter to a friend about a week at the sea, day by day.")),
     ],
 )
 def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, text: str) -> None:
@@ -122,7 +117,7 @@ def paged_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
     return results
 
 
-@pytest.mark.parametrize("kind", prompts("english"))
+@pytest.mark.parametrize("kind", ["english", *weekly("code", "chinese", "emoji")])
 def test_both_executions_give_the_same_rounds(
     exact_engine: EnsembleEngine, paged_members: list[LocalMember], kind: str
 ) -> None:

@@ -27,6 +27,7 @@ from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
 from specfuse_shared.types import FinishReason
 from tests.support.against_naive import OpenAnswer, answer_of, local_members, open_session, run_rounds, with_settings
 from tests.support.faults import FAULTS, fault_in
+from tests.support.marks import weekly
 from tests.support.tiny import byte_level_tokenizer, pair_config, save_model, save_pair
 
 QUESTION = [Message("user", "How do the tides follow the moon?")]
@@ -112,7 +113,7 @@ def streamed_by(engine: EnsembleEngine, params: SamplingParams, **settings: obje
     return "".join(e.text for e in events if isinstance(e, SegmentEvent)), last.result
 
 
-@pytest.mark.parametrize("score", ["mean_logprob", pytest.param("stretch", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("score", ["mean_logprob", *weekly("stretch")])
 @pytest.mark.parametrize("chance", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_a_stop_string_cuts_the_answer_without_changing_it(
     tiny_engine: EnsembleEngine, chance: dict[str, float], score: str

@@ -19,6 +19,7 @@ from langchain_core.messages import AIMessage
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.errors import PromptTooLongError
+from tests.support.marks import weekly
 from tests.support.serving import line_of
 from tests.support.tiny import byte_level_tokenizer, save_model
 
@@ -166,7 +167,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("way", ["batch", pytest.param("batch_as_completed", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("way", ["batch", *weekly("batch_as_completed")])
 def test_an_interrupt_stops_the_answers_of_a_batch(tmp_path: Path, way: str) -> None:
     folders = [save_model("llama", byte_level_tokenizer(), tmp_path / name, seed) for seed, name in enumerate("ab")]
     command = [sys.executable, "-c", PROGRAM, way, *map(str, folders)]

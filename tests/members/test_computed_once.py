@@ -7,6 +7,7 @@ import pytest
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
 from specfuse_shared.runtime.kv_cache import common_length
 from tests.support.against_naive import local_members, open_session, with_settings
+from tests.support.marks import weekly
 
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
@@ -14,10 +15,7 @@ from tests.support.against_naive import local_members, open_session, with_settin
     "text",
     [
         "请介绍北京的历史。🎉",
-        *(
-            pytest.param(text, marks=pytest.mark.weekly)
-            for text in ("Why is the sky blue?", "Write a nested Python loop over a list of lists.")
-        ),
+        *weekly("Why is the sky blue?", "Write a nested Python loop over a list of lists."),
     ],
 )
 def test_a_round_feeds_at_most_its_candidates_its_guesses_and_four_tokens(

@@ -67,7 +67,7 @@ def loaded(tiny_engine: EnsembleEngine, **settings: Any) -> Iterator[tuple[Ensem
 def test_an_answer_survives_out_of_memory_anywhere(driver: Driver, tiny_engine: EnsembleEngine, execution: str) -> None:
     with loaded(tiny_engine, execution=execution, reuse_prefixes=False) as (config, members):
         expected, count = answer(config, members, None)
-        for failing in (*range(1, 6), *range(6, count, max(1, count // 6))):
+        for failing in (*range(1, 12), *range(12, count, max(1, count // 8))):
             for member in members:
                 member.runner.free_spare()
                 member.runner.drop_steps()

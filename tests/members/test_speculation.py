@@ -29,6 +29,7 @@ from specfuse_shared.members.local.session import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.serving.telemetry import MetricsSnapshot
 from tests.support.against_naive import EngineOver, local_members, open_session, run_rounds, with_settings
+from tests.support.marks import weekly
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 WAYS = {
@@ -37,7 +38,6 @@ WAYS = {
     "exits": {"score": "stretch", "feedback": "constant", "exit": "entropy"},
     "the papers'": {"score": "mean_prob", "aggregate": "weighted_mean", "repetition_guard": False},
 }
-DEFAULTS_AND_WEEKLY = [pytest.param(way, marks=[pytest.mark.weekly] if WAYS[way] else []) for way in WAYS]
 Asked = list[tuple[str, SamplingParams]]
 TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {"type": "integer"}}})
 REAL = (
@@ -154,7 +154,7 @@ def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> Ense
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", DEFAULTS_AND_WEEKLY)
+@pytest.mark.parametrize("way", ["the defaults", *weekly(*list(WAYS)[1:])])
 def test_fifty_answers_of_five_members_are_the_same_with_and_without_speculation(
     five: EnsembleConfig, way: str
 ) -> None:
@@ -167,7 +167,7 @@ def test_fifty_answers_of_five_members_are_the_same_with_and_without_speculation
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", DEFAULTS_AND_WEEKLY)
+@pytest.mark.parametrize("way", ["the defaults", *weekly(*list(WAYS)[1:])])
 def test_answers_of_the_demo_are_the_same_with_and_without_speculation(exact_engine: EnsembleEngine, way: str) -> None:
     plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
@@ -222,7 +222,7 @@ def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: p
     config = EnsembleConfig(
         [replace(one, name="one"), replace(one, name="again")], segment_tokens=8, first_segment_tokens=None
     )
-    requests = [(text, SamplingParams(max_tokens=24)) for text in REAL[:2]]
+    requests = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     forwards = {}
     with EnsembleEngine(config) as loaded:
         for speculation in ("off", "auto"):

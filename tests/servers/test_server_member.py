@@ -23,6 +23,7 @@ from specfuse_shared import (
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.members.server.member import ServerLane
 from tests.servers.model_server import MOST_IDS, Ways, model_server
+from tests.support.marks import weekly
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
 
 
@@ -45,9 +46,9 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
     "params",
     [
         WIDE,
-        pytest.param(SamplingParams(max_tokens=25, repetition_penalty=1.3), marks=pytest.mark.weekly),
+        *weekly(SamplingParams(max_tokens=25, repetition_penalty=1.3)),
         SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
-        pytest.param(SamplingParams(max_tokens=24, min_tokens=20), marks=pytest.mark.weekly),
+        *weekly(SamplingParams(max_tokens=24, min_tokens=20)),
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
         SamplingParams(max_tokens=40, grammar=Grammar.json_schema({"properties": {"n": {"type": "integer"}}})),

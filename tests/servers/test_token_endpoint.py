@@ -17,6 +17,7 @@ from specfuse_shared.cli.commands import main
 from specfuse_shared.members.server import vllm
 from tests.servers.model_server import Ways, model_server
 from tests.servers.token_route import PATH
+from tests.support.marks import weekly
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
 
 SCHEMA = {"properties": {"n": {"type": "integer"}, "why": {"type": "string", "maxLength": 20}}}
@@ -45,13 +46,13 @@ def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str
     "params",
     [
         WIDE,
-        pytest.param(SamplingParams(max_tokens=25, repetition_penalty=1.3), marks=pytest.mark.weekly),
+        *weekly(SamplingParams(max_tokens=25, repetition_penalty=1.3)),
         SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
-        pytest.param(SamplingParams(max_tokens=24, min_tokens=20), marks=pytest.mark.weekly),
+        *weekly(SamplingParams(max_tokens=24, min_tokens=20)),
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
         SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "yesterday", "no"])),
-        pytest.param(SamplingParams(max_tokens=30, grammar=Grammar.lark(LARK)), marks=pytest.mark.weekly),
+        *weekly(SamplingParams(max_tokens=30, grammar=Grammar.lark(LARK))),
         SamplingParams(max_tokens=60, grammar=Grammar.json_schema(SCHEMA)),
     ],
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "regex", "choice", "lark", "schema"],
@@ -217,7 +218,7 @@ def test_a_server_that_fails_under_a_grammar_drafts_single_tokens(
 # ── rows that are missing, or were never written ─────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("all_rows", [True, pytest.param(False, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("all_rows", [True, *weekly(False)])
 def test_rows_before_the_cached_part_are_never_read(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], all_rows: bool
 ) -> None:

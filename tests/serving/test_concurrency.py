@@ -24,6 +24,7 @@ from specfuse_shared.serving.engine import lease_engine
 from specfuse_shared.text.chat_template import PromptEncoder
 from tests.support.against_naive import answer_of, local_members, stalls_of_the_loop
 from tests.support.many_requests import requests
+from tests.support.marks import weekly
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_twenty_concurrent_answers_equal_answers_one_after_another(
     assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward pass"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("seed", [0, *weekly(1)])
 def test_joining_leaving_and_cancelling_change_no_other_answer(
     one_after_another: list[tuple[str, list[str]]], either: EnsembleEngine, seed: int
 ) -> None:
